@@ -1,0 +1,1 @@
+"""All that speaks to, or lives beside, a SkyServe controller."""
