@@ -1,0 +1,138 @@
+"""The error tree of the data path: whose fault, in which phase, may it be sent again; one map to status codes.
+
+Pure. `lb.upstream` turns what the operating system, the TLS layer and the HTTP parser raise into
+these; nothing above it sees any other kind.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import ClassVar, Literal
+
+UpstreamReason = Literal[
+    "connect_refused",
+    "connect_timeout",
+    "dns",
+    "tls",
+    "reset",
+    "timeout",
+    "protocol",
+    "truncated",
+]
+RetryReason = Literal["connect_error", "stale_connection", "reset_before_response"]
+RejectReason = Literal[
+    "not_synced",
+    "no_replicas",
+    "all_ejected",
+    "overload",
+    "queue_timeout",
+    "shutting_down",
+    "body_too_large",
+    "bad_request",
+]
+
+
+class Resend(Enum):
+    """May the request of a failed attempt be sent again?"""
+
+    ALWAYS = "always"  # no replica can have acted on it
+    BY_POLICY = "by policy"  # it was sent and lost: `--retry` decides
+    NEVER = "never"  # a part of an answer was seen
+
+
+class ProxyError(Exception):
+    """A request that cannot be answered by a replica; `status` and `detail` are what the client is told.
+
+    `detail` never carries a header value, a query or a body.
+    """
+
+    status: int = 500
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail)
+        self.detail = detail
+
+
+class BadRequest(ProxyError):
+    """The client's fault: the request is malformed or asks for what a reverse proxy does not do."""
+
+    def __init__(self, detail: str, *, status: int = 400) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class Rejected(ProxyError):
+    """Our own refusal: no replica was asked, or none of them could be reached."""
+
+    status = 503
+
+    def __init__(self, reason: RejectReason, detail: str, *, retry_after: int = 1) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.retry_after = retry_after
+
+
+class AttemptError(ProxyError):
+    """One send to one replica that failed; base of the upstream side of the tree."""
+
+    status = 502
+    reason: UpstreamReason = "protocol"
+    resend: ClassVar[Resend] = Resend.NEVER
+    retry_reason: ClassVar[RetryReason] = "reset_before_response"
+    ejects: ClassVar[bool] = False
+
+
+class ConnectFailed(AttemptError):
+    """No connection could be opened, so nothing was sent."""
+
+    resend = Resend.ALWAYS
+    retry_reason = "connect_error"
+    ejects = True
+
+    def __init__(self, reason: UpstreamReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class StaleConnection(AttemptError):
+    """A reused idle connection closed before any response byte.
+
+    The replica had closed it before our request came (RFC 9112, section 9.3.1), which says nothing
+    about its health.
+    """
+
+    reason = "reset"
+    resend = Resend.ALWAYS
+    retry_reason = "stale_connection"
+
+
+class LostBeforeResponse(AttemptError):
+    """The request was sent on a fresh connection, which closed before any response byte."""
+
+    reason = "reset"
+    resend = Resend.BY_POLICY
+    ejects = True
+
+
+class BadResponse(AttemptError):
+    """The replica's answer is no HTTP, or ends within its head."""
+
+    def __init__(self, reason: UpstreamReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class TimedOut(AttemptError):
+    """The wall (`--total-timeout`) was met before a response head came."""
+
+    status = 504
+    reason = "timeout"
+
+
+class ResponseCut(Exception):
+    """The replica's answer broke off after the commit point: the client's connection must be aborted."""
+
+    def __init__(self, reason: UpstreamReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail

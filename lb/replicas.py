@@ -1,0 +1,296 @@
+"""The replica table: which replicas there are, which are routable, and who holds a lease on them.
+
+Pure: the time is passed in as `now` (seconds of a monotonic clock). This table is the specification:
+
+| event | serving or held | draining | unknown |
+| --- | --- | --- | --- |
+| a non-empty list names it | serving; its accelerator is updated | serving again: the same object, hence the same pool and connections ("revived") | new, serving ("added") |
+| a non-empty list omits it | draining ("removed") | draining | - |
+| an empty list within the grace period | held: still routable | draining | - |
+| an empty list after the grace period | draining ("released") | draining | - |
+| a failed sync | nothing | nothing | - |
+| `retire`: no lease and grace period over, or drain time-out over | - | gone ("retired") | - |
+
+The grace period of a held replica starts with the first empty list; that of a draining one with its
+own draining. Beside its state a replica may be *ejected*: set aside after failures that the balancer
+saw itself. An ejected replica stays routable as a last resort, so the balancer never makes an outage
+of its own.
+
+| event | not ejected | ejected |
+| --- | --- | --- |
+| an attempt fails with an error that ejects | ejected for 1 s | a probe or a last resort failed: ejected for twice as long, 30 s at the most |
+| its time is over | - | the next lease is a probe; while that runs, others avoid the replica |
+| a connection to it opens | - | restored, if it was ejected because it could not be connected to |
+| it answers (any status) | its failures are forgotten | restored; its failures are forgotten |
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from lb.policies import SelectionPolicy
+
+FIRST_EJECTION_SECONDS = 1.0
+LONGEST_EJECTION_SECONDS = 30.0
+
+
+class State(Enum):
+    """The state of a replica; `SERVING` and `HELD` are routable."""
+
+    SERVING = "serving"
+    HELD = "held"
+    DRAINING = "draining"
+    RETIRED = "retired"
+
+
+ROUTABLE = (State.SERVING, State.HELD)
+
+
+class ReadyReplica(Protocol):
+    """One entry of the ready list."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def accelerator(self) -> str | None: ...
+
+
+class Replica:
+    """One replica; its identity is the object, not the URL: pools and leases are bound to it."""
+
+    __slots__ = (
+        "accelerator",
+        "draining_since",
+        "ejected_until",
+        "failed_at",
+        "failures",
+        "inflight",
+        "last_lease",
+        "probe",
+        "state",
+        "unreachable",
+        "url",
+    )
+
+    def __init__(self, url: str, accelerator: str | None) -> None:
+        self.url = url
+        self.accelerator = accelerator
+        self.state = State.SERVING
+        self.inflight = 0
+        self.last_lease = 0
+        self.draining_since = 0.0
+        # Ejection. `failures` counts those in a row; `unreachable` tells whether the last was a
+        # failed connect; `probe` is the lease that tries the replica after its time is over.
+        self.failures = 0
+        self.failed_at = 0.0
+        self.ejected_until: float | None = None
+        self.unreachable = False
+        self.probe: Lease | None = None
+
+    def __repr__(self) -> str:
+        return f"<Replica {self.url} {self.state.value} inflight={self.inflight}>"
+
+    @property
+    def routable(self) -> bool:
+        return self.state in ROUTABLE
+
+    @property
+    def ejected(self) -> bool:
+        return self.ejected_until is not None
+
+    def avoided(self, now: float) -> bool:
+        """Is it set aside right now: ejected and its time not over, or its probe still running?"""
+        return self.ejected_until is not None and (
+            self.probe is not None or now < self.ejected_until
+        )
+
+
+class Lease:
+    """One request's claim on a replica: counted in `inflight` until it is released, exactly once."""
+
+    __slots__ = ("_released", "replica")
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self._released = False
+        replica.inflight += 1
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """End the claim; calling it again changes nothing."""
+        if self._released:
+            return
+        self._released = True
+        self.replica.inflight -= 1
+        if self.replica.probe is self:
+            self.replica.probe = None
+
+
+@dataclass(frozen=True)
+class TableChange:
+    """What one event changed, as tuples of replicas."""
+
+    added: tuple[Replica, ...] = ()
+    removed: tuple[Replica, ...] = ()
+    held: tuple[Replica, ...] = ()
+    released: tuple[Replica, ...] = ()
+    revived: tuple[Replica, ...] = ()
+
+    def __bool__(self) -> bool:
+        return any((self.added, self.removed, self.held, self.released, self.revived))
+
+
+class ReplicaTable:
+    """All replicas that are known.
+
+    `grace_period` and `drain_timeout` are in seconds; a grace period of 0 is none.
+    """
+
+    def __init__(
+        self,
+        policy: SelectionPolicy,
+        *,
+        grace_period: float,
+        drain_timeout: float,
+        jitter: random.Random | None = None,
+    ) -> None:
+        self._policy = policy
+        self._grace_period = grace_period
+        self._drain_timeout = drain_timeout
+        self._jitter = jitter or random.Random()
+        self._replicas: dict[str, Replica] = {}
+        self._empty_since: float | None = None
+        self._leases = 0
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def routable(self) -> list[Replica]:
+        """The replicas that may get new requests, ejected ones included."""
+        return [replica for replica in self if replica.routable]
+
+    def apply(self, ready: Collection[ReadyReplica], now: float) -> TableChange:
+        """Take in one ready list that the controller answered."""
+        if ready:
+            self._empty_since = None
+            return self._apply_list(ready, now)
+        if self._empty_since is None:
+            self._empty_since = now
+        if now - self._empty_since < self._grace_period:
+            return TableChange(held=self._move(self._serving(), State.HELD, now))
+        return TableChange(released=self._move(self.routable(), State.DRAINING, now))
+
+    def _apply_list(self, ready: Collection[ReadyReplica], now: float) -> TableChange:
+        added, revived, named = [], [], set()
+        for entry in ready:
+            named.add(entry.url)
+            replica = self._replicas.get(entry.url)
+            if replica is None:
+                replica = self._replicas[entry.url] = Replica(entry.url, entry.accelerator)
+                added.append(replica)
+            elif replica.state is State.DRAINING:
+                revived.append(replica)
+            replica.state = State.SERVING
+            replica.accelerator = entry.accelerator
+        omitted = [replica for replica in self.routable() if replica.url not in named]
+        return TableChange(
+            added=tuple(added),
+            revived=tuple(revived),
+            removed=self._move(omitted, State.DRAINING, now),
+        )
+
+    def _serving(self) -> list[Replica]:
+        return [replica for replica in self if replica.state is State.SERVING]
+
+    def _move(self, replicas: Iterable[Replica], state: State, now: float) -> tuple[Replica, ...]:
+        moved = tuple(replicas)
+        for replica in moved:
+            replica.state = state
+            replica.draining_since = now
+        return moved
+
+    def retire(self, now: float) -> tuple[Replica, ...]:
+        """Forget the draining replicas that nobody needs any more, and return them."""
+        retired = tuple(replica for replica in self if self._is_over(replica, now))
+        for replica in retired:
+            replica.state = State.RETIRED
+            del self._replicas[replica.url]
+        return retired
+
+    def _is_over(self, replica: Replica, now: float) -> bool:
+        if replica.state is not State.DRAINING:
+            return False
+        drained_for = now - replica.draining_since
+        idle = replica.inflight == 0 and drained_for >= self._grace_period
+        return idle or drained_for >= self._drain_timeout
+
+    def lease(self, now: float, *, tried: Collection[Replica] = ()) -> Lease | None:
+        """Choose a routable replica that was not tried yet, and lease it; None where there is none.
+
+        Among those that are not set aside the policy chooses. With only set-aside ones left, the
+        one that failed longest ago is taken: asking somebody beats refusing by our own choice.
+        """
+        candidates = [r for r in self._replicas.values() if r.routable and r not in tried]
+        if not candidates:
+            return None
+        preferred = [replica for replica in candidates if not replica.avoided(now)]
+        if preferred:
+            replica = min(preferred, key=self._policy)
+        else:
+            replica = min(candidates, key=lambda r: (r.failed_at, r.last_lease))
+        self._leases += 1
+        replica.last_lease = self._leases
+        lease = Lease(replica)
+        if replica.ejected and replica.probe is None:
+            replica.probe = lease
+        return lease
+
+    def failed(self, lease: Lease, now: float, *, unreachable: bool) -> bool:
+        """An attempt failed with an error that ejects; true if the replica was not ejected before.
+
+        Failures of attempts that ran side by side count as one: a replica that dies under 100
+        requests has failed once, not 100 times.
+        """
+        replica = lease.replica
+        newly = not replica.ejected
+        if not newly and replica.probe is not lease:
+            return False
+        replica.failures += 1
+        replica.failed_at = now
+        replica.unreachable = unreachable
+        longest = min(
+            FIRST_EJECTION_SECONDS * 2.0 ** min(replica.failures - 1, 10), LONGEST_EJECTION_SECONDS
+        )
+        replica.ejected_until = now + longest * self._jitter.uniform(0.75, 1.0)
+        return newly
+
+    def connected(self, lease: Lease) -> bool:
+        """A connection to the replica opened; true if that restored it.
+
+        Its failures are kept until it answers: one that accepts and then resets goes on doubling.
+        """
+        return lease.replica.unreachable and self._restore(lease.replica)
+
+    def answered(self, lease: Lease) -> bool:
+        """The replica sent a response head, of any status; true if that restored it."""
+        lease.replica.failures = 0
+        return self._restore(lease.replica)
+
+    def _restore(self, replica: Replica) -> bool:
+        if not replica.ejected:
+            return False
+        replica.ejected_until = None
+        replica.probe = None
+        return True
