@@ -1,0 +1,181 @@
+"""The command line: `skyserve-lb serve`, `demo` and `doctor`.
+
+Click only splits the arguments; their meaning is in `lb.settings`, so that flags and environment
+variables are checked alike and all faults come out together. What a command needs is imported when
+it runs: `--help` and a fault must not wait for the HTTP stack.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from itertools import groupby
+
+import click
+
+from lb.kinds import nearest, shown
+from lb.settings import OPTIONS, Settings, SettingsError, load
+
+PROGRAM = "skyserve-lb"
+BAD_CONFIGURATION = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+class _Commands(click.Group):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; for a misspelt one name the nearest, as older releases of click do not."""
+        name = args[0]
+        if name not in self.commands and not name.startswith("-"):
+            near = nearest(name, self.commands)
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(self.commands)}."
+            raise click.UsageError(f"{shown(name)}: no such command, {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+class _Serve(click.Command):
+    """`serve`: its options are `OPTIONS`, in the help under the headings of their groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
+        for group, options in groupby(OPTIONS, key=lambda option: option.group):
+            with formatter.section(group):
+                rows = [records.pop(option.name) for option in options]
+                formatter.write_dl([row for row in rows if row])
+        with formatter.section("Other"):
+            formatter.write_dl([row for row in records.values() if row])
+
+
+def _params() -> Iterator[click.Parameter]:
+    """All without a check and without a default of click's: both are `load`'s."""
+    for option in OPTIONS:
+        default = option.default or option.unset or "required"
+        yield click.Option(
+            [*option.flags, option.name],
+            metavar=option.kind.metavar or None,
+            help=f"{option.meaning}  [{default}]",
+            is_flag=None if option.takes_value else True,
+        )
+
+
+def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        version = metadata.version(PROGRAM)
+    except metadata.PackageNotFoundError:
+        version = "(run from its source, not installed)"
+    click.echo(f"{PROGRAM} {version}")
+    ctx.exit()
+
+
+@click.group(cls=_Commands, no_args_is_help=False, context_settings={"max_content_width": 100})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
+def commands() -> None:
+    """A load balancer for SkyPilot's SkyServe that survives an empty ready list."""
+
+
+def serve(**given: str | bool | None) -> int:
+    """Balance the requests of one service over its replicas.
+
+    Each option can also be set in the environment: --total-timeout as SKYSERVE_LB_TOTAL_TIMEOUT.
+    A flag beats its variable. Durations are such as 20s, 500ms or 5m, sizes such as 16MiB.
+    """
+    settings = _settings(given, click.get_current_context().args)
+    from lb.app import run
+
+    return run(settings)
+
+
+commands.add_command(
+    _Serve(
+        "serve",
+        callback=serve,
+        help=serve.__doc__,
+        params=list(_params()),
+        # What click does not know becomes a fault beside the others, and not one before them.
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
+)
+
+
+@commands.command()
+def demo() -> int:
+    """Show the fault and the cure on this machine.
+
+    Two replicas, a controller whose ready list goes empty, and the load balancer with and without
+    its grace period. Needs no cloud and no network, and takes less than a minute.
+    """
+    from lb.demo import demo as run
+
+    return run()
+
+
+@commands.command()
+@click.option("--python", metavar="FILE", help="Python of SkyPilot's environment.  [this one]")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def doctor(python: str | None, as_json: bool) -> int:
+    """Check the add-on in SkyPilot's environment.
+
+    Which SkyPilot, whether the hook is active and why, which load balancer each service has, and
+    whether its versions agree. The exit code is 0 only if all is well.
+    """
+    from controller_client.skypilot.doctor import doctor as run
+
+    return run(python=python, as_json=as_json)
+
+
+def main() -> int:
+    """Run the command line and return its exit code, with one line on stderr for each fault."""
+    try:
+        code: int = commands.main(prog_name=PROGRAM, standalone_mode=False)
+    except SettingsError as error:
+        faults: Sequence[str] = error.faults
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else PROGRAM
+        faults = [f"{error.format_message()} Try '{command} --help'."]
+    except click.Abort:
+        return INTERRUPTED
+    else:
+        return code
+    for fault in faults:
+        click.echo(f"{PROGRAM}: {fault}", err=True)
+    return BAD_CONFIGURATION
+
+
+def _settings(given: dict[str, str | bool | None], rest: Sequence[str]) -> Settings:
+    """The settings, or SettingsError with the faults of arguments, values and environment."""
+    values = {
+        name: "yes" if value is True else value
+        for name, value in given.items()
+        if value is not None and value is not False
+    }
+    faults = list(_unknown_arguments(rest))
+    try:
+        settings = load(values, os.environ)
+    except SettingsError as error:
+        faults += error.faults
+    if faults:
+        raise SettingsError(faults)
+    return settings
+
+
+def _unknown_arguments(rest: Sequence[str]) -> Iterator[str]:
+    flags = [flag for option in OPTIONS for flag in option.flags]
+    after_flag = False
+    for word in rest:
+        flag, is_pair, _ = word.partition("=")
+        if word.startswith("-"):
+            near = nearest(flag, flags)
+            hint = f", did you mean {near}?" if near else ""
+            yield f"{shown(flag)}: no such option{hint}"
+        elif not after_flag:  # a word behind an unknown flag is most likely its value
+            yield f"{shown(word)}: unexpected argument"
+        after_flag = word.startswith("-") and not is_pair
