@@ -26,9 +26,9 @@ from lb.kinds import (
     duration,
     nearest,
 )
+from lb.policies import POLICIES, TargetQps
 
 ENV_PREFIX = "SKYSERVE_LB_"
-POLICIES = ("round_robin", "least_load", "instance_aware_least_load")
 # One whole empty sync is outlived, with the longest gap that was seen inside (25 s of 30 s).
 GRACE_INTERVALS = 1.5
 ADMIN_PORT_OFFSET = 1000
@@ -163,7 +163,7 @@ class Settings:
     policy: Annotated[
         str,
         Option(
-            choice("policy", POLICIES),
+            choice("policy", tuple(POLICIES)),
             _CHOICE,
             "how a replica is chosen",
             "least_load",
@@ -171,7 +171,7 @@ class Settings:
         ),
     ]
     target_qps: Annotated[
-        Mapping[str, float] | float | None,
+        TargetQps,
         Option(
             TARGET_QPS,
             _CHOICE,
