@@ -400,7 +400,7 @@ def _strangers(variables: Mapping[str, str]) -> Iterator[str]:
     """A misspelt variable must not pass in silence: its setting would keep its default."""
     for name in sorted(variables.keys() - _VARIABLES):
         # Without the prefix, which would make all names alike.
-        near = nearest(name.removeprefix(ENV_PREFIX), [known.upper() for known in _BY_NAME])
+        near = nearest(name.removeprefix(ENV_PREFIX), [*map(str.upper, _BY_NAME), "HOOK"])
         hint = f", did you mean {ENV_PREFIX}{near}?" if near else "; see --help for those there are"
         yield f"{name}: no such setting{hint}"
 
