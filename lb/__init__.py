@@ -1,1 +1,3 @@
-"""The load balancer: see `lb.app` for how it is put together, `lb.proxy` for the path of a request."""
+"""The load balancer: `lb.app` puts it together, `lb.proxy` is the path of a request."""
+
+__version__ = "0.1.0"

@@ -7,11 +7,11 @@ it runs: `--help` and a fault must not wait for the HTTP stack.
 
 import os
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from itertools import groupby
 
 import click
 
+from lb import __version__
 from lb.kinds import nearest, shown
 from lb.settings import OPTIONS, Settings, SettingsError, load
 
@@ -61,11 +61,7 @@ def _params() -> Iterator[click.Parameter]:
 def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
     if not wanted:
         return
-    try:
-        version = metadata.version(PROGRAM)
-    except metadata.PackageNotFoundError:
-        version = "(run from its source, not installed)"
-    click.echo(f"{PROGRAM} {version}")
+    click.echo(f"{PROGRAM} {__version__}")
     ctx.exit()
 
 

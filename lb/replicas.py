@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Protocol
 
@@ -146,7 +146,11 @@ class TableChange:
     revived: tuple[Replica, ...] = ()
 
     def __bool__(self) -> bool:
-        return any((self.added, self.removed, self.held, self.released, self.revived))
+        return any(replicas for _, replicas in self.by_kind())
+
+    def by_kind(self) -> Iterator[tuple[str, tuple[Replica, ...]]]:
+        """Each kind of change, by its name, with the replicas that it befell."""
+        return ((each.name, getattr(self, each.name)) for each in fields(self))
 
 
 class ReplicaTable:
@@ -180,6 +184,14 @@ class ReplicaTable:
     def routable(self) -> list[Replica]:
         """The replicas that may get new requests, ejected ones included."""
         return [replica for replica in self if replica.routable]
+
+    def counts(self) -> dict[str, int]:
+        """How many replicas are serving, held and draining, and how many of them are ejected."""
+        counts = {"serving": 0, "held": 0, "draining": 0, "ejected": 0}
+        for replica in self:
+            counts[replica.state.value] += 1
+            counts["ejected"] += replica.ejected
+        return counts
 
     def apply(self, ready: Collection[ReadyReplica], now: float) -> TableChange:
         """Take in one ready list that the controller answered."""

@@ -1,0 +1,299 @@
+"""The composition root: everything is made and joined here, started, and shut down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import anyio
+import uvloop
+
+from controller_client.client import ControllerClient
+from lb.admin import Admin
+from lb.arrivals import Arrivals
+from lb.certificates import ServerCertificate, describe, replica_context
+from lb.errors import ProxyError
+from lb.logs import Log
+from lb.metrics import Metrics
+from lb.policies import POLICIES
+from lb.proxy import Proxy
+from lb.replicas import ReplicaTable
+from lb.server import Server
+from lb.settings import Settings
+from lb.syncer import Syncer
+from lb.upstream import Pools
+from lb.wakeup import Wakeup
+
+EXIT_OK = 0
+EXIT_BAD_CONFIGURATION = 2
+EXIT_NO_PORT = 3
+
+# How long a draining balancer still takes requests that were on their way when it was told to end.
+LAST_CALL_SECONDS = 1.0
+WATCH_SECONDS = 0.5
+
+
+class StartError(Exception):
+    """The balancer cannot start; `str` is one line for the operator."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Balancer:
+    """One load balancer, put together from its settings."""
+
+    def __init__(self, settings: Settings, log: Log) -> None:
+        """Raises `StartError` for files that cannot be used."""
+        self._settings = settings
+        self._log = log
+        self.metrics = Metrics(service=settings.service_name, policy=settings.policy)
+        self._certificate, replica_tls = _tls(settings, log)
+        self._arrivals = Arrivals()
+        replicas_changed = Wakeup()
+        self.table = ReplicaTable(
+            POLICIES[settings.policy](settings.target_qps),
+            grace_period=settings.grace_period,
+            drain_timeout=settings.drain_timeout,
+        )
+        self._pools = Pools(
+            connect_timeout=settings.connect_timeout,
+            keepalive=settings.upstream_keepalive,
+            tls=replica_tls,
+            metrics=self.metrics,
+        )
+        self.proxy = Proxy(
+            settings,
+            table=self.table,
+            pools=self._pools,
+            arrivals=self._arrivals,
+            replicas_changed=replicas_changed,
+            metrics=self.metrics,
+            log=log,
+        )
+        self.server = Server(
+            self.proxy.handle,
+            header_timeout=settings.header_timeout,
+            keepalive_timeout=settings.keepalive_timeout,
+            max_connections=settings.max_connections,
+            refused=self._refused,
+        )
+        self._client = ControllerClient(settings.controller_url)
+        self._syncer = Syncer(
+            self._client.sync,
+            interval=settings.sync_interval,
+            table=self.table,
+            pools=self._pools,
+            arrivals=self._arrivals,
+            replicas_changed=replicas_changed,
+            metrics=self.metrics,
+            log=log,
+            on_first_answer=self._first_answer,
+        )
+        self._admin = Admin(
+            not_ready=self._not_ready,
+            replicas=self._rows,
+            render_metrics=self.metrics.render,
+            drain=self.drain,
+        )
+        self._drain_asked = asyncio.Event()
+        self._forced = asyncio.Event()
+        self._read_gauges()
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until told to end, then drain. Raises `StartError` for a port that cannot be bound."""
+        try:
+            await self._start()
+            # If the syncer dies, all ends: a balancer that no longer syncs is worse than none.
+            async with anyio.create_task_group() as background:
+                background.start_soon(self._syncer.run)
+                background.start_soon(self._watch)
+                await self._drain_asked.wait()
+                await self._drain()
+                background.cancel_scope.cancel()
+        finally:
+            await self._stop()
+
+    async def _start(self) -> None:
+        settings = self._settings
+        tls = self._certificate.context if self._certificate else None
+        admin = await _bind(
+            self._admin.start(settings.admin_host, settings.admin_port),
+            f"{settings.admin_host}:{settings.admin_port}",
+            "--admin-port",
+        )
+        address = await _bind(
+            self.server.start(settings.host, settings.port, tls),
+            f"{settings.host}:{settings.port}",
+            "--port",
+        )
+        self._log.info(
+            "server.started",
+            address=address,
+            admin=admin,
+            controller=settings.controller_url,
+            policy=settings.policy,
+            service=settings.service_name,
+        )
+
+    def drain(self) -> None:
+        """Begin to shut down; asked twice, end at once."""
+        if self._drain_asked.is_set():
+            self._forced.set()
+        self._drain_asked.set()
+
+    async def _drain(self) -> None:
+        """Let what runs finish, within the drain time-out and unless forced."""
+        self.server.draining = True
+        self._log.info("drain.started", in_flight=len(self.proxy.running))
+        with anyio.move_on_after(self._settings.drain_timeout):
+            await self._until_forced(LAST_CALL_SECONDS)
+            self.server.stop_listening()
+            while self.proxy.running and not self._forced.is_set():
+                self.server.close_idle()
+                await self._until_forced(0.05)
+        self.server.stop_listening()
+        left = len(self.proxy.running)
+        if left:
+            self._log.warning("drain.forced", in_flight=left)
+        else:
+            self._log.info("drain.finished")
+
+    async def _until_forced(self, seconds: float) -> None:
+        with anyio.move_on_after(seconds):
+            await self._forced.wait()
+
+    async def _stop(self) -> None:
+        self.server.close_idle()
+        self.server.abort_all()
+        self._pools.close_all()
+        await self._client.aclose()
+        await self._admin.stop()
+
+    async def _watch(self) -> None:
+        """Measure how late the loop is, and look after the certificate files."""
+        while True:
+            due = time.monotonic() + WATCH_SECONDS
+            await anyio.sleep(WATCH_SECONDS)
+            self.metrics.loop_lag(max(0.0, time.monotonic() - due))
+            if self._certificate is not None:
+                self._certificate.reload_if_changed()
+
+    def reload(self) -> None:
+        """Load the certificate again."""
+        if self._certificate is not None:
+            self._certificate.reload()
+
+    # --- what the parts tell and ask ------------------------------------------------------------
+
+    def _first_answer(self) -> None:
+        self.proxy.synced = True
+
+    def _refused(self, error: ProxyError) -> None:
+        """A client was refused before it made a request."""
+        overload = error.status == 503
+        self.metrics.rejected("overload" if overload else "bad_request")
+        outcome = "lb_error" if overload else "client_error"
+        self.metrics.request_finished(outcome, error.status, "other", 0.0, None)
+
+    def _not_ready(self) -> str | None:
+        if self.server.draining:
+            return "draining"
+        if not self.proxy.synced:
+            return "the controller has not answered yet"
+        if not self.table.routable():
+            return "no routable replica"
+        return None
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "url": replica.url,
+                "state": replica.state.value,
+                "ejected": replica.ejected,
+                "accelerator": replica.accelerator,
+                "in_flight": replica.inflight,
+                "idle_connections": self._pools[replica].idle,
+                "active_connections": self._pools[replica].active,
+            }
+            for replica in self.table
+        ]
+
+    def _read_gauges(self) -> None:
+        gauges, running = self.metrics.gauges, self.proxy.running
+        gauges.replicas = self.table.counts
+        gauges.replica_inflight = lambda: {
+            self._pools[replica].name: replica.inflight for replica in self.table
+        }
+        gauges.pool_connections = self._pools.connections
+        gauges.inflight = lambda: len(running)
+        gauges.inflight_oldest_seconds = lambda: (
+            time.monotonic() - next(iter(running)).request.arrived if running else 0.0
+        )
+        gauges.arrivals_pending = lambda: len(self._arrivals)
+        gauges.arrivals_dropped = lambda: {
+            "overflow": self._arrivals.dropped_overflow,
+            "expired": self._arrivals.dropped_expired,
+        }
+        gauges.draining = lambda: self.server.draining
+        gauges.now = time.monotonic
+
+
+def _tls(settings: Settings, log: Log) -> tuple[ServerCertificate | None, ssl.SSLContext]:
+    try:
+        certificate = None
+        if settings.tls_keyfile and settings.tls_certfile:
+            certificate = ServerCertificate(settings.tls_keyfile, settings.tls_certfile, log)
+    except (OSError, ssl.SSLError) as error:
+        raise StartError(
+            f"--tls-certfile {settings.tls_certfile}, --tls-keyfile {settings.tls_keyfile}: "
+            f"{describe(error)}",
+            EXIT_BAD_CONFIGURATION,
+        ) from None
+    try:
+        context = replica_context(ca=settings.upstream_ca, insecure=settings.upstream_insecure)
+    except (OSError, ssl.SSLError) as error:
+        raise StartError(
+            f"--upstream-ca {settings.upstream_ca}: {describe(error)}", EXIT_BAD_CONFIGURATION
+        ) from None
+    return certificate, context
+
+
+async def _bind(start: Coroutine[Any, Any, tuple[str, int]], wanted: str, flag: str) -> str:
+    try:
+        host, port = await start
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {wanted}: {error.strerror or error}; choose another with {flag}",
+            EXIT_NO_PORT,
+        ) from None
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def _main(settings: Settings) -> None:
+    log = Log(log_format=settings.log_format, level=settings.log_level)
+    balancer = Balancer(settings, log)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, balancer.drain)
+    loop.add_signal_handler(signal.SIGHUP, balancer.reload)
+    await balancer.run()
+    log.info("server.stopped")
+
+
+def run(settings: Settings) -> int:
+    """Run the load balancer until it is told to end; the exit code of the process."""
+    try:
+        uvloop.run(_main(settings))
+    except StartError as error:
+        print(f"skyserve-lb: {error}", file=sys.stderr)  # noqa: T201 - the operator's terminal
+        return error.exit_code
+    return EXIT_OK

@@ -1,0 +1,104 @@
+"""The request body on its way to a replica: sent as it comes, kept for another attempt while that fits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from lb.replay import ReplayBudget, ReplayBuffer
+from lb.server import ClientConnection, Request
+from lb.upstream import UpstreamConnection
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+def chunk_of(data: bytes) -> bytes:
+    """One chunk of a chunked body (RFC 9112, section 7.1)."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Upload:
+    """Sends one request, head and body, to one connection after the other until an attempt succeeds.
+
+    A body that is all here goes out with the head in one write; the rest of one that is still
+    coming is sent by a task, so that a replica may answer while it reads.
+    """
+
+    def __init__(self, request: Request, client: ClientConnection, budget: ReplayBudget) -> None:
+        self._request = request
+        self._client = client
+        self._body = request.body
+        self._kept = ReplayBuffer(budget)
+        self._told_to_continue = not request.expects_continue
+        self._pump_task: asyncio.Task[None] | None = None
+        self.bytes_read = 0
+
+    @property
+    def can_restart(self) -> bool:
+        """Is all that was read of the body still here?"""
+        return self._kept.complete
+
+    @property
+    def finished(self) -> bool:
+        """Has the whole body been sent?"""
+        return self._pump_task is None or self._pump_task.done()
+
+    def start(self, connection: UpstreamConnection, head: bytes) -> None:
+        """Send the head, what is here of the body, and then the rest as it comes."""
+        if self._body is None:
+            connection.write(head)
+            return
+        pieces = [head, *map(self._framed, self._kept.chunks)]
+        if data := self._body.read_nowait():
+            pieces.append(self._framed(self._keep(data)))
+        if self._body.at_eof():
+            pieces.append(self._end())
+        else:
+            self._pump_task = asyncio.get_running_loop().create_task(self._pump(connection))
+        connection.write(b"".join(pieces))
+
+    async def stop(self) -> None:
+        """End a failed attempt's sending, so that the next one can start."""
+        if self._pump_task is not None:
+            self._pump_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._pump_task
+            self._pump_task = None
+
+    def close(self) -> None:
+        """The request is over, whatever became of it."""
+        if self._pump_task is not None:
+            self._pump_task.cancel()
+        self._kept.release()
+
+    def let_go(self) -> None:
+        """A response came: the body will not be needed again."""
+        self._kept.release()
+
+    async def _pump(self, connection: UpstreamConnection) -> None:
+        assert self._body is not None
+        try:
+            if not self._told_to_continue:
+                self._told_to_continue = True
+                self._client.write(CONTINUE)
+            while data := await self._body.readany():
+                self._keep(data)
+                if not connection.connected:
+                    return
+                connection.write(self._framed(data))
+                await connection.drain()
+            connection.write(self._end())
+        except Exception as error:  # whoever waits for the answer is to get it, not this task
+            connection.interrupt(error)
+
+    def _keep(self, data: bytes) -> bytes:
+        self.bytes_read += len(data)
+        self._kept.keep(data)
+        return data
+
+    def _framed(self, data: bytes) -> bytes:
+        return chunk_of(data) if self._request.chunked else data
+
+    def _end(self) -> bytes:
+        return LAST_CHUNK if self._request.chunked else b""

@@ -1,0 +1,71 @@
+"""TLS on both sides: the data port's certificate, which may be changed while we run, and trust in replicas."""
+
+from __future__ import annotations
+
+import os
+import ssl
+
+from lb.logs import Log
+
+ALPN = ["http/1.1"]
+
+
+class ServerCertificate:
+    """The certificate of the data port; `context` serves new connections, whatever is loaded last."""
+
+    def __init__(self, keyfile: str, certfile: str, log: Log) -> None:
+        """Raises OSError or ssl.SSLError for a pair that cannot be used."""
+        self._keyfile = keyfile
+        self._certfile = certfile
+        self._log = log
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.context.set_alpn_protocols(ALPN)
+        self.context.load_cert_chain(certfile, keyfile)
+        self._stamp = self._read_stamp()
+
+    def reload(self) -> None:
+        """Load the files again; a bad pair changes nothing, and is told."""
+        self._stamp = self._read_stamp()
+        try:
+            # A throw-away context first: a failed load leaves a half-changed one.
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                self._certfile, self._keyfile
+            )
+            self.context.load_cert_chain(self._certfile, self._keyfile)
+        except (OSError, ssl.SSLError) as error:
+            self._log.error("tls.reload_failed", cause=describe(error), certfile=self._certfile)
+        else:
+            self._log.info("tls.reloaded", certfile=self._certfile)
+
+    def reload_if_changed(self) -> None:
+        """Load the files again if either is not what it was."""
+        if self._read_stamp() != self._stamp:
+            self.reload()
+
+    def _read_stamp(self) -> tuple[object, ...]:
+        return tuple(_stamp_of(path) for path in (self._certfile, self._keyfile))
+
+
+def _stamp_of(path: str) -> object:
+    try:
+        status = os.stat(path)  # noqa: PTH116 - a symbolic link is followed, as Kubernetes swaps those
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+def describe(error: Exception) -> str:
+    """The cause of a certificate that cannot be loaded, in one line."""
+    if isinstance(error, ssl.SSLError):
+        return f"key and certificate do not make a usable pair ({error.reason or 'bad PEM'})"
+    return getattr(error, "strerror", None) or type(error).__name__
+
+
+def replica_context(*, ca: str | None, insecure: bool) -> ssl.SSLContext:
+    """How `https://` replicas are trusted. Raises OSError or ssl.SSLError for a bad `ca` file."""
+    context = ssl.create_default_context(cafile=ca)
+    context.set_alpn_protocols(ALPN)
+    if insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

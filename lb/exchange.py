@@ -1,0 +1,129 @@
+"""What is known of one request while it runs, and its one exit: measured and logged here.
+
+Nothing of a header's value, a query or a body is kept.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Literal
+
+from lb.errors import AttemptError, BadRequest, ProxyError, Rejected, ResponseCut
+from lb.headers import request_id_of
+from lb.logs import Log
+from lb.metrics import Metrics
+from lb.server import ClientConnection, Request
+from lb.settings import AccessLog
+
+Outcome = Literal["ok", "client_error", "upstream_error", "lb_error", "client_closed"]
+# What an access log shows for a client that left before the head (nginx's number).
+CLIENT_CLOSED_REQUEST = 499
+
+
+class Exchange:
+    """One request's record; times are seconds of the monotonic clock."""
+
+    __slots__ = (
+        "attempts",
+        "bytes_in",
+        "bytes_out",
+        "client",
+        "connect_seconds",
+        "first_byte",
+        "first_send",
+        "outcome",
+        "reason",
+        "replica",
+        "request",
+        "request_id",
+        "status",
+        "uploading",
+        "waited",
+    )
+
+    def __init__(self, request: Request, client: ClientConnection) -> None:
+        self.request = request
+        self.client = client
+        self.request_id = request_id_of(request.headers) or uuid.uuid4().hex.encode()
+        self.attempts = 0
+        self.replica = ""
+        self.status = 0  # of the head that the client was sent: the commit point is past
+        self.outcome: Outcome = "ok"
+        self.reason = ""
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.connect_seconds = 0.0
+        self.waited = 0.0
+        self.first_send: float | None = None
+        self.first_byte: float | None = None
+        self.uploading = False
+
+    @property
+    def committed(self) -> bool:
+        """Has the client been sent a response head?"""
+        return self.status != 0
+
+    def commit(self, status: int) -> None:
+        """The response head goes to the client now."""
+        self.status = status
+        self.first_byte = time.monotonic()
+
+    def judge_status(self) -> None:
+        """A replica's answer was passed on whole: its status says whose fault it tells of."""
+        if self.status >= 500:
+            self.outcome = "upstream_error"
+        elif self.status >= 400:
+            self.outcome = "client_error"
+
+    def failed(self, error: ProxyError | ResponseCut) -> None:
+        """No answer of a replica, or not all of it."""
+        if isinstance(error, BadRequest):
+            self.outcome, self.reason = "client_error", "bad_request"
+        elif isinstance(error, Rejected):
+            self.outcome, self.reason = "lb_error", error.reason
+        elif isinstance(error, (AttemptError, ResponseCut)):
+            self.outcome, self.reason = "upstream_error", error.reason
+
+    def left(self) -> str:
+        """The client left; the phase in which it did."""
+        self.outcome, self.reason = "client_closed", "client_closed"
+        if self.committed:
+            return "streaming"
+        self.status = CLIENT_CLOSED_REQUEST
+        return "request_body" if self.uploading else "before_head"
+
+    def finish(self, metrics: Metrics, log: Log, access_log: AccessLog) -> None:
+        """The one exit of every request."""
+        arrived = self.request.arrived
+        total = time.monotonic() - arrived
+        first_byte = None if self.first_byte is None else self.first_byte - arrived
+        metrics.request_finished(self.outcome, self.status, self.request.method, total, first_byte)
+        metrics.bodies(self.bytes_in, self.bytes_out)
+        if self.replica:
+            metrics.replica_request(self.replica, self.outcome)
+        if self.first_send is not None:
+            own = self.first_send - arrived - self.waited - self.connect_seconds
+            metrics.overhead(max(0.0, own))
+        if access_log == "all" or (access_log == "errors" and self.outcome != "ok"):
+            log.info(
+                "request.finished",
+                request_id=self.request_id.decode(),
+                client=self.client.address,
+                method=self.request.method,
+                path=self.request.target.partition(b"?")[0].decode("utf-8", "backslashreplace"),
+                status=self.status,
+                outcome=self.outcome,
+                reason=self.reason,
+                replica=self.replica,
+                attempts=self.attempts,
+                bytes_in=self.bytes_in,
+                bytes_out=self.bytes_out,
+                connect_ms=_ms(self.connect_seconds),
+                ttfb_ms=None if first_byte is None else _ms(first_byte),
+                total_ms=_ms(total),
+            )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 1)

@@ -1,0 +1,384 @@
+"""The client side: accept connections, parse requests, hand them to the proxy one at a time.
+
+Each connection has one task, which serves its requests in order. A client that leaves cancels that
+task, so it is noticed at every await of the path. What is no valid request never gets further than
+this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import StreamReader
+from aiohttp.http import HttpProcessingError, HttpVersion10, HttpVersion11, RawRequestMessage
+from aiohttp.http_exceptions import BadHttpMethod, LineTooLong
+
+from lb.errors import BadRequest, ProxyError, Rejected
+from lb.headers import RawHeaders, first, has, own_answer, upgrade_protocol
+from lb.transport import Connection
+from lb.wire import MAX_HEAD_BYTES, fault_of, request_parser
+
+# Requests that a client may have sent ahead (pipelined) before we stop reading from it.
+MAX_AHEAD = 8
+# After an answer that came before its request was read: how long, and how much, we go on reading,
+# so that the client gets the answer rather than an RST (RFC 9112, section 9.6).
+LINGER_SECONDS = 5.0
+LINGER_BYTES = 64 * 1024 * 1024
+SWEEP_SECONDS = 0.5
+
+
+class Request:
+    """One client request; `body` is None where it has none, and `refused` says why it cannot be served."""
+
+    __slots__ = (
+        "arrived",
+        "body",
+        "chunked",
+        "expects_continue",
+        "headers",
+        "host",
+        "is_http10",
+        "keep_alive",
+        "method",
+        "refused",
+        "target",
+        "upgrade",
+    )
+
+    def __init__(self, message: RawRequestMessage, body: StreamReader | None) -> None:
+        self.arrived = time.monotonic()
+        self.method: str = message.method
+        self.headers: RawHeaders = message.raw_headers
+        self.is_http10 = message.version == HttpVersion10
+        self.keep_alive = not message.should_close
+        self.chunked: bool = message.chunked
+        self.body = body
+        self.expects_continue = False
+        self.upgrade: bytes | None = None
+        self.target, self.host = _target_of(message)
+        self.refused = _refusal(message)
+        if not self.is_http10:
+            expect = first(self.headers, b"expect")
+            self.expects_continue = expect is not None and expect.lower() == b"100-continue"
+            self.upgrade = upgrade_protocol(self.headers) if message.upgrade else None
+            if self.upgrade is not None and self.upgrade.lower() == b"h2c":
+                self.upgrade = None  # HTTP/2 is not spoken here; RFC 9113 withdrew this upgrade
+
+
+def _target_of(message: RawRequestMessage) -> tuple[bytes, bytes]:
+    """The target in origin form, and the authority.
+
+    An absolute target (RFC 9112, section 3.2.2) gives the Host that the replica sees; it never
+    says where we connect to.
+    """
+    target = message.path.encode("utf-8", "surrogateescape")
+    host = first(message.raw_headers, b"host") or b""
+    if target.startswith(b"/") or target == b"*" or message.method == "CONNECT":
+        return target, host
+    authority, slash, path = target.partition(b"://")[2].partition(b"/")
+    authority, question, query = authority.partition(b"?")
+    return (slash + path if slash else b"/" + question + query), authority.rpartition(b"@")[2]
+
+
+def _refusal(message: RawRequestMessage) -> BadRequest | None:
+    """Why a request that the parser took is not served all the same."""
+    if message.method == "CONNECT":
+        return BadRequest("CONNECT is for forward proxies; this is a load balancer", status=405)
+    if message.version not in (HttpVersion10, HttpVersion11):
+        return BadRequest("only HTTP/1.0 and HTTP/1.1 are spoken here", status=505)
+    codings = [v for k, v in message.raw_headers if k.lower() == b"transfer-encoding"]
+    if codings and message.version == HttpVersion10:
+        # RFC 9112, section 6.1: its framing is to be taken for faulty.
+        return BadRequest("Transfer-Encoding in an HTTP/1.0 request")
+    if codings and [coding.lower() for coding in codings] != [b"chunked"]:
+        return BadRequest("a Transfer-Encoding other than chunked is not supported", status=501)
+    expect = first(message.raw_headers, b"expect")
+    if expect is not None and expect.lower() != b"100-continue":
+        return BadRequest("an Expect other than 100-continue cannot be met", status=417)
+    return None
+
+
+Handler = Callable[[Request, "ClientConnection"], Awaitable[None]]
+
+
+class ClientConnection(Connection):
+    """One connection of a client."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self._server = server
+        self._parser: Any = None
+        self._requests: deque[Request] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._body: StreamReader | None = None  # of the newest request
+        self._fault: BadRequest | None = None
+        self._head_bytes = 0
+        self._since = time.monotonic()  # of being idle, or of the first byte of a head
+        self._lingering_until: float | None = None
+        self._lingered = 0
+        self.after_upgrade: bytes | None = None
+        self.busy = False
+        self.left = False
+        self.address = ""
+        self.scheme = b"http"
+
+    # --- life of the connection -----------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        peer = transport.get_extra_info("peername")
+        self.address = peer[0] if isinstance(peer, tuple) else ""
+        if transport.get_extra_info("sslcontext") is not None:
+            self.scheme = b"https"
+        self._parser = request_parser(self)
+        if not self._server.admit(self):
+            self.refuse(Rejected("overload", "Too many connections."))
+            self.close()
+            return
+        self._task = asyncio.get_running_loop().create_task(self._serve())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.left = True
+        self._server.forget(self)
+        super().connection_lost(exc)
+        if self._body is not None and not self._body.is_eof():
+            self._body.set_exception(BadRequest("the client left while it sent its request"))
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _serve(self) -> None:
+        """Serve request after request until one side wants no more."""
+        while (request := await self._next()) is not None:
+            self.busy = True
+            await self._server.handler(request, self)
+            self.busy = False
+            self._since = time.monotonic()
+            if self.tunnel is not None:
+                return
+            if request.body is not None and not request.body.is_eof():
+                self._linger()
+                return
+            if not request.keep_alive or self._server.draining:
+                break
+            self._resume_parsing()
+        if self._fault is not None:
+            self.refuse(self._fault)
+            self._linger()
+        else:
+            self.close()
+
+    async def _next(self) -> Request | None:
+        """The next request; None where none can follow."""
+        while not self._requests:
+            if self._fault is not None:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if len(self._requests) == MAX_AHEAD:
+            self.resume_reading()
+        return self._requests.popleft()
+
+    def refuse(self, error: ProxyError, extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        """Answer what never became a request, and say that the connection ends."""
+        self._server.refused(error)
+        body = json.dumps({"detail": error.detail}).encode()
+        self.write(own_answer(error.status, body, close=True, extra=extra))
+
+    def _linger(self) -> None:
+        """Close, but read on for a while: closing with unread bytes would destroy the answer."""
+        self._lingering_until = time.monotonic() + LINGER_SECONDS
+        self._parser = None
+        if self.transport is not None:
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self.resume_reading()
+
+    # --- what comes in --------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self.tunnel is not None:
+            self.tunnel_data(data)
+        elif self.after_upgrade is not None:
+            self.after_upgrade += data
+        elif self._parser is None:
+            self._lingered += len(data)
+            if self._lingered > LINGER_BYTES:
+                self.abort()
+        elif self._fault is None:
+            self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
+        in_body = self._body is not None and not self._body.is_eof()
+        if not in_body and not self._head_bytes:
+            self._since = time.monotonic()
+        try:
+            messages, upgraded, rest = self._parser.feed_data(data)
+        except HttpProcessingError as error:
+            self._reject(_bad_request(error))
+            return
+        for message, body in messages:
+            self._take(message, body)
+        if messages or in_body:
+            self._head_bytes = 0
+        else:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._reject(
+                    BadRequest(f"the head is longer than {MAX_HEAD_BYTES} bytes", status=431)
+                )
+        if upgraded:
+            self.after_upgrade = rest
+            if self._requests and self._requests[-1].upgrade is None:
+                self._resume_parsing()
+
+    def _take(self, message: RawRequestMessage, body: StreamReader) -> None:
+        has_body = message.chunked or has(message.raw_headers, b"content-length")
+        request = Request(message, body if has_body else None)
+        self._body = request.body
+        if request.refused is not None:
+            self._reject(request.refused)
+            return
+        self._requests.append(request)
+        if request.upgrade is not None and request.body is None:
+            self.after_upgrade = (
+                b""  # what follows belongs to the other protocol, once it is agreed
+            )
+        if len(self._requests) >= MAX_AHEAD:
+            self.pause_reading()
+        self._wake()
+
+    def _reject(self, fault: BadRequest) -> None:
+        """Take no more from this client; what it sent before the fault is still served."""
+        self._fault = fault
+        if self._body is not None and not self._body.is_eof():
+            self._body.set_exception(fault)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _resume_parsing(self) -> None:
+        """After a refused upgrade: what follows are requests again."""
+        if self.after_upgrade is not None:
+            rest, self.after_upgrade = self.after_upgrade, None
+            self._parser = request_parser(self)
+            if rest:
+                self._feed(rest)
+
+    # --- limits of time, seen to by the server's sweep ------------------------------------------
+
+    def check(self, now: float) -> None:
+        """End what has gone on for too long; notice a client that left while we do not read."""
+        if self._lingering_until is not None:
+            if now >= self._lingering_until:
+                self.abort()
+        elif self._reading_held:
+            if self.has_hung_up():
+                self.abort()
+        elif self.busy or self._requests or self._fault is not None:
+            pass
+        elif self._head_bytes and now - self._since >= self._server.header_timeout:
+            self._reject(BadRequest("the request head did not come in time", status=408))
+        elif not self._head_bytes and now - self._since >= self._server.keepalive_timeout:
+            self.close()
+
+    @property
+    def draining(self) -> bool:
+        return self._server.draining
+
+    @property
+    def idle(self) -> bool:
+        """Is there no request, not even a part of one?"""
+        return not (self.busy or self._requests or self._head_bytes)
+
+
+def _bad_request(error: HttpProcessingError) -> BadRequest:
+    status = 400
+    if isinstance(error, LineTooLong):
+        status = 431
+    elif isinstance(error, BadHttpMethod):
+        status = 501
+    return BadRequest(f"The request is not valid HTTP: {fault_of(error)}.", status=status)
+
+
+class Server:
+    """The data port: all client connections, and their limits (times in seconds)."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        header_timeout: float,
+        keepalive_timeout: float,
+        max_connections: int,
+        refused: Callable[[ProxyError], None],
+    ) -> None:
+        self.handler = handler
+        self.header_timeout = header_timeout
+        self.keepalive_timeout = keepalive_timeout
+        self.refused = refused
+        self.draining = False
+        self._max_connections = max_connections
+        self._connections: set[ClientConnection] = set()
+        self._listener: asyncio.Server | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._changed: asyncio.Event | None = None
+
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> tuple[str, int]:
+        """Listen; the address bound. Raises OSError where that cannot be."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(
+            lambda: ClientConnection(self), host, port, ssl=tls, backlog=1024
+        )
+        self._sweep()
+        name = self._listener.sockets[0].getsockname()
+        return name[0], name[1]
+
+    def admit(self, connection: ClientConnection) -> bool:
+        """Take a new connection in, unless there are too many."""
+        if len(self._connections) >= self._max_connections:
+            return False
+        self._connections.add(connection)
+        return True
+
+    def forget(self, connection: ClientConnection) -> None:
+        """A connection is gone."""
+        self._connections.discard(connection)
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        for connection in tuple(self._connections):
+            connection.check(now)
+        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+
+    def stop_listening(self) -> None:
+        """Accept no more connections."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def close_idle(self) -> None:
+        """Close the connections on which nothing goes on."""
+        for connection in tuple(self._connections):
+            if connection.idle:
+                connection.close()
+
+    def abort_all(self) -> None:
+        """Cut every connection that is left."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for connection in tuple(self._connections):
+            connection.abort()

@@ -1,0 +1,115 @@
+"""One TCP or TLS connection as the data path sees it: write, wait for room, pause reading, abort.
+
+Base of both sides: `lb.server.ClientConnection` and `lb.upstream.UpstreamConnection`. The bodies
+that aiohttp's parsers fill are `aiohttp.StreamReader`s; they push back through `pause_reading` and
+`resume_reading`, which hold the socket, so that a slow reader on one side stalls the writer on the
+other and not our memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import socket
+import struct
+from typing import Any, cast
+
+WRITE_LIMIT = 64 * 1024
+
+# Where to end a connection with an RST (SO_LINGER, on, 0 s): a FIN would look like a clean end.
+_LINGER_RST = struct.pack("ii", 1, 0)
+
+
+class Connection(asyncio.Protocol):
+    """A connection with back-pressure both ways."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        # The other side of an upgraded connection, which gets all that comes in here.
+        self.tunnel: Connection | None = None
+        self.tunnel_bytes = 0
+        self._room: asyncio.Event | None = None
+        self._reading_held = False
+
+    @property
+    def connected(self) -> bool:
+        return self.transport is not None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self.transport.set_write_buffer_limits(high=WRITE_LIMIT)
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self.resume_writing()
+        if self.tunnel is not None:
+            self.tunnel.close()
+
+    def pause_writing(self) -> None:
+        self._room = asyncio.Event()
+        if self.tunnel is not None:
+            self.tunnel.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._room is not None:
+            self._room.set()
+            self._room = None
+        if self.tunnel is not None:
+            self.tunnel.resume_reading()
+
+    def tunnel_data(self, data: bytes) -> None:
+        """Pass on what came in on an upgraded connection."""
+        assert self.tunnel is not None
+        self.tunnel_bytes += len(data)
+        self.tunnel.write(data)
+
+    def write(self, data: bytes) -> None:
+        """Send bytes; those for a closed connection are dropped, for its loss is told elsewhere."""
+        if self.transport is not None:
+            self.transport.write(data)
+
+    async def drain(self) -> None:
+        """Wait until the peer has taken enough for more to be written."""
+        if self._room is not None:
+            await self._room.wait()
+
+    def pause_reading(self) -> None:
+        if not self._reading_held and self.transport is not None:
+            self._reading_held = True
+            self.transport.pause_reading()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Read again; `resume_parser` is part of aiohttp's call, and its parser is never paused here."""
+        if self._reading_held and self.transport is not None:
+            self._reading_held = False
+            self.transport.resume_reading()
+
+    def has_hung_up(self) -> bool:
+        """Has the peer closed, though we do not read? Asks the kernel (a paused socket tells nothing)."""
+        sock = self._socket()
+        if sock is None:
+            return False
+        poll = select.poll()
+        poll.register(sock.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def abort(self, *, reset: bool = False) -> None:
+        """Close at once and drop what is not sent; with `reset` so that the peer sees an error."""
+        sock = self._socket()
+        if reset and sock is not None:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_RST)
+        if self.transport is not None:
+            self.transport.abort()
+
+    def close(self) -> None:
+        """Close as soon as all is sent."""
+        if self.transport is not None:
+            self.transport.close()
+
+    def _socket(self) -> Any:
+        return self.transport.get_extra_info("socket") if self.transport is not None else None

@@ -1,0 +1,354 @@
+"""The connection side of a replica: one pool a replica, and the translation of all that can fail there.
+
+The only module that sees what the operating system, the TLS layer and the response parser raise; it
+raises `lb.errors` instead. It sends what it is told, once: no re-sends, no redirects, no cookies, no
+headers of its own, and it unpacks nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+from aiohttp import StreamReader
+from aiohttp.http import HttpProcessingError, RawResponseMessage
+
+from lb.errors import (
+    BadResponse,
+    ConnectFailed,
+    LostBeforeResponse,
+    ResponseCut,
+    StaleConnection,
+    UpstreamReason,
+)
+from lb.headers import RawHeaders, has_no_body
+from lb.metrics import Metrics
+from lb.replicas import Replica
+from lb.transport import Connection
+from lb.wire import fault_of, response_parser
+
+
+@dataclass(slots=True)
+class Response:
+    """The head of a replica's answer, and its body as a stream (None where there is none)."""
+
+    status: int
+    reason: bytes
+    headers: RawHeaders
+    body: StreamReader | None
+    chunked: bool
+    until_eof: bool
+
+
+class UpstreamConnection(Connection):
+    """One connection to a replica; it carries one request at a time."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._pool = pool
+        self.reused = False
+        self.idle_since = 0.0
+        self.after_upgrade: bytes | None = None
+        self._parser: Any = None
+        self._method = "GET"
+        self._answers: deque[Response] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._body: StreamReader | None = None
+        self._failure: Exception | None = None
+        self._answer_begun = False
+        self._keep = True
+
+    # --- one exchange ---------------------------------------------------------------------------
+
+    def begin(self, method: str) -> None:
+        """Get ready for the answer to one request of this method."""
+        self._method = method
+        self._parser = response_parser(self, method)
+        self._answer_begun = False
+
+    async def answer(self) -> Response:
+        """The next response head, interim (1xx) ones included.
+
+        Raises an `AttemptError` if none comes.
+        """
+        while not self._answers:
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._answers.popleft()
+
+    def end(self) -> None:
+        """The exchange is over, its body read to the end: keep the connection for another, or close it."""
+        self._parser = None
+        self._body = None
+        if self._keep and not self._answers and self.connected:
+            self._pool.keep(self)
+        else:
+            self.close()
+
+    # --- what the connection tells --------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self.tunnel is not None:
+            self.tunnel_data(data)
+        elif self.after_upgrade is not None:
+            self.after_upgrade += data
+        elif self._parser is None:
+            self.abort()  # nobody asked: an answer to nothing must not become the next one's answer
+        else:
+            self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
+        self._answer_begun = True
+        try:
+            messages, upgraded, rest = self._parser.feed_data(data)
+        except HttpProcessingError as error:
+            self._fail("protocol", f"its answer is no valid HTTP ({fault_of(error)})")
+            self.abort()
+            return
+        for message, body in messages:
+            self._take(message, body)
+        if upgraded:
+            self.after_upgrade = rest
+
+    def _take(self, message: RawResponseMessage, body: StreamReader) -> None:
+        status = message.code
+        bodiless = has_no_body(self._method, status)
+        self._keep = self._keep and not message.should_close
+        if status >= 200:
+            self._body = None if bodiless else body
+        names = {name.lower() for name, _ in message.raw_headers}
+        self._answers.append(
+            Response(
+                status=status,
+                reason=message.reason.encode("utf-8", "surrogateescape"),
+                headers=message.raw_headers,
+                body=None if bodiless else body,
+                chunked=message.chunked,
+                until_eof=not (bodiless or message.chunked or b"content-length" in names),
+            )
+        )
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.forget(self)
+        super().connection_lost(exc)
+        if self._parser is not None and self.tunnel is None:
+            self._lose(exc)
+
+    def _lose(self, exc: Exception | None) -> None:
+        if exc is None and self._body is not None and not self._body.is_eof():
+            try:
+                self._parser.feed_eof()  # the proper end of a body without a length
+            except HttpProcessingError:
+                pass
+            else:
+                return
+        self._fail(
+            "truncated" if exc is None and self._answer_begun else "reset",
+            "it closed the connection before its answer was complete",
+        )
+
+    def _fail(self, reason: UpstreamReason, what: str) -> None:
+        """Tell whoever waits, for the head or for the body, that no more will come."""
+        detail = f"{self._pool.name}: {what}"
+        if self._answer_begun:
+            self._failure = BadResponse(reason, detail)
+        elif self.reused:
+            self._failure = StaleConnection(detail)
+        else:
+            self._failure = LostBeforeResponse(detail)
+        if self._body is not None and not self._body.is_eof():
+            self._body.set_exception(ResponseCut(reason, detail))
+        self._wake()
+
+    def interrupt(self, error: Exception) -> None:
+        """Sending the request failed on our side: end the exchange with this error."""
+        if self._body is not None and not self._body.is_eof():
+            self._body.set_exception(error)
+        self._failure = self._failure or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Pool:
+    """The connections to one replica, without a ceiling: idle ones are used again, newest first.
+
+    `connect_timeout` and `keepalive` are in seconds. An idle connection is closed after `keepalive`,
+    so that we let go of it before the replica does.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        connect_timeout: float,
+        keepalive: float,
+        tls: ssl.SSLContext | None,
+        metrics: Metrics,
+    ) -> None:
+        parts = urlsplit(url)
+        self.name = parts.netloc
+        self._host = parts.hostname or ""
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = tls if parts.scheme == "https" else None
+        self._connect_timeout = connect_timeout
+        self._keepalive = keepalive
+        self._idle: deque[UpstreamConnection] = deque()
+        self._open: set[UpstreamConnection] = set()
+        self._sweep: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._metrics = metrics
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def active(self) -> int:
+        return len(self._open) - len(self._idle)
+
+    def reuse(self) -> UpstreamConnection | None:
+        """An idle connection, if there is one that is young enough."""
+        now = time.monotonic()
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.connected and now - connection.idle_since < self._keepalive:
+                connection.reused = True
+                self._metrics.connection_reused()
+                return connection
+            connection.close()
+        return None
+
+    async def connect(self) -> UpstreamConnection:
+        """A new connection; raises `ConnectFailed`."""
+        started = time.monotonic()
+        try:
+            with anyio.fail_after(self._connect_timeout):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: UpstreamConnection(self),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=self._host if self._tls else None,
+                )
+        except (OSError, TimeoutError, asyncio.TimeoutError) as error:
+            reason, what = _connect_fault(error, self._connect_timeout)
+            raise ConnectFailed(reason, f"{self.name}: {what}") from None
+        self._open.add(connection)
+        self._metrics.connection_created(time.monotonic() - started)
+        return connection
+
+    def keep(self, connection: UpstreamConnection) -> None:
+        """Take back a connection whose exchange is over."""
+        if self._closed:
+            connection.close()
+            return
+        connection.idle_since = time.monotonic()
+        self._idle.append(connection)
+        if self._sweep is None:
+            self._schedule_sweep(self._keepalive)
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """A connection is gone."""
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def close(self) -> None:
+        """Close the idle connections and abort the others: the replica is retired."""
+        self._closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connection in tuple(self._open):
+            connection.abort()
+        self._idle.clear()
+
+    def _schedule_sweep(self, delay: float) -> None:
+        self._sweep = asyncio.get_running_loop().call_later(delay, self._close_old)
+
+    def _close_old(self) -> None:
+        self._sweep = None
+        now = time.monotonic()
+        while self._idle and now - self._idle[0].idle_since >= self._keepalive:
+            self._idle.popleft().close()
+        if self._idle:
+            self._schedule_sweep(self._idle[0].idle_since + self._keepalive - now)
+
+
+class Pools:
+    """The pool of each replica that the table knows."""
+
+    def __init__(
+        self,
+        *,
+        connect_timeout: float,
+        keepalive: float,
+        tls: ssl.SSLContext | None,
+        metrics: Metrics,
+    ) -> None:
+        self._connect_timeout = connect_timeout
+        self._keepalive = keepalive
+        self._tls = tls
+        self._metrics = metrics
+        self._pools: dict[Replica, Pool] = {}
+
+    def __getitem__(self, replica: Replica) -> Pool:
+        return self._pools[replica]
+
+    def open(self, replica: Replica) -> Pool:
+        """The pool of a new replica; it connects when it is first used."""
+        pool = self._pools[replica] = Pool(
+            replica.url,
+            connect_timeout=self._connect_timeout,
+            keepalive=self._keepalive,
+            tls=self._tls,
+            metrics=self._metrics,
+        )
+        return pool
+
+    def close(self, replica: Replica) -> None:
+        """Close the pool of a replica that is retired."""
+        self._pools.pop(replica).close()
+
+    def close_all(self) -> None:
+        """Close every pool."""
+        for replica in tuple(self._pools):
+            self.close(replica)
+
+    def connections(self) -> dict[str, int]:
+        """Open connections, idle and active."""
+        pools = self._pools.values()
+        return {
+            "idle": sum(pool.idle for pool in pools),
+            "active": sum(pool.active for pool in pools),
+        }
+
+
+def _connect_fault(error: BaseException, timeout: float) -> tuple[UpstreamReason, str]:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return "tls", f"its certificate is not trusted ({error.verify_message})"
+    if isinstance(error, ssl.SSLError):
+        return "tls", f"the TLS handshake failed ({error.reason or 'connection closed'})"
+    if isinstance(error, socket.gaierror):
+        return "dns", "its host name cannot be resolved"
+    if isinstance(error, ConnectionRefusedError):
+        return "connect_refused", "it refuses connections"
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)) and not getattr(error, "errno", 0):
+        return "connect_timeout", f"no connection within {timeout:g} s"
+    return "connect_refused", f"no connection ({getattr(error, 'strerror', None) or 'closed'})"
