@@ -5,8 +5,8 @@ Nothing of a header's value, a query or a body is kept.
 
 from __future__ import annotations
 
+import random
 import time
-import uuid
 from typing import Literal
 
 from lb.errors import AttemptError, BadRequest, ProxyError, Rejected, ResponseCut
@@ -45,7 +45,7 @@ class Exchange:
     def __init__(self, request: Request, client: ClientConnection) -> None:
         self.request = request
         self.client = client
-        self.request_id = request_id_of(request.headers) or uuid.uuid4().hex.encode()
+        self.request_id = request_id_of(request.headers) or b"%032x" % random.getrandbits(128)
         self.attempts = 0
         self.replica = ""
         self.status = 0  # of the head that the client was sent: the commit point is past

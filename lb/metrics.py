@@ -178,7 +178,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The exposition text."""
-        return generate_latest(_WithoutCreated(self.registry))  # type: ignore[arg-type]
+        return generate_latest(_WithoutCreated(self.registry))
 
     # --- one line per thing that can happen -----------------------------------------------------
 
