@@ -55,6 +55,8 @@ class ControllerClient:
             ) from None
         except (httpx.UnsupportedProtocol, httpx.InvalidURL):
             raise SyncError("connect_error", "the controller's URL is no http:// URL") from None
+        except httpx.RemoteProtocolError:
+            raise SyncError("connect_error", "the controller sent no whole HTTP answer") from None
         except SyncError:
             raise
         # Not httpx.HTTPError alone: what lies below httpx lets through ValueError, OverflowError
