@@ -76,4 +76,4 @@ def install() -> None:
     """Register the finder, unless `SKYSERVE_LB_HOOK` says off or it is there already."""
     parts = wanted_parts(os.environ.get(VARIABLE))
     if parts and not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Finder(parts))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, Finder(parts))
