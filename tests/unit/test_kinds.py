@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lb import kinds
@@ -88,7 +88,6 @@ def test_a_duration_of_0_passes_only_where_it_means_something(text: str) -> None
     assert "more than 0" in POSITIVE.accepted
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 999_999_999), st.sampled_from([("ms", 1e-3), ("s", 1), ("m", 60), ("h", 3600)])
 )
@@ -297,7 +296,6 @@ def test_what_is_no_target_qps(text: str, fault: str) -> None:
     assert refusal(kinds.TARGET_QPS, text) == fault
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(EVERY_KIND),
     st.text() | st.from_regex(r"[0-9.]{1,12}(ms|s|m|h|MiB)?|(http:)?//[ -~]*", fullmatch=True),

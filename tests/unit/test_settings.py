@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, asdict, fields
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lb.policies import POLICIES
@@ -352,7 +352,6 @@ def test_the_instance_aware_policy_needs_targets_by_accelerator() -> None:
     assert loaded(target_qps="2").target_qps == 2.0
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(BY_NAME)), st.text(), max_size=6))
 def test_whatever_is_given_the_result_is_settings_or_one_line_a_fault(
     given: dict[str, str],
