@@ -1,0 +1,43 @@
+"""The clients: requests at a steady rate, whatever becomes of the earlier ones."""
+
+from __future__ import annotations
+
+import aiohttp
+import anyio
+
+from lb.demo.run import CLIENT_TIMEOUT, DURATION, LATE, RATE, Outcome, Result, Run
+
+
+async def send_steadily(url: str, run: Run, began: float) -> None:
+    """Send to `url` from `began` (time of the event loop) on; ends when all requests have ended."""
+    async with (
+        aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=CLIENT_TIMEOUT),
+        ) as session,
+        anyio.create_task_group() as requests,
+    ):
+        for number in range(round(RATE * DURATION)):
+            await anyio.sleep_until(began + number / RATE)
+            run.sent += 1
+            requests.start_soon(_request, session, url, run, began)
+
+
+async def _request(session: aiohttp.ClientSession, url: str, run: Run, began: float) -> None:
+    sent = anyio.current_time()
+    try:
+        # POST, as aiohttp sends a GET again by itself when its connection is lost.
+        async with session.post(url + "/v1/completions", json={"prompt": "Hi"}) as response:
+            await response.read()
+        outcome = _judge(response.status, anyio.current_time() - sent)
+    except TimeoutError:
+        outcome = Outcome.HUNG
+    except aiohttp.ClientError:
+        outcome = Outcome.FAILED
+    run.results.append(Result(sent - began, anyio.current_time() - began, outcome))
+
+
+def _judge(status: int, seconds: float) -> Outcome:
+    if status == 200:
+        return Outcome.ANSWERED_LATE if seconds > LATE else Outcome.ANSWERED
+    return Outcome.REFUSED if status == 503 else Outcome.FAILED
