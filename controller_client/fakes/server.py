@@ -179,6 +179,11 @@ class Server(ABC):
         return f"http://{HOST}:{self.port}"
 
     @property
+    def accepting(self) -> bool:
+        """Whether new connections are accepted, that is neither refused nor left hanging."""
+        return self._listener is not None and self._filler is None
+
+    @property
     def open_connections(self) -> int:
         return len(self._conversations)
 
@@ -275,6 +280,7 @@ class Server(ABC):
         self._listener = _bind(self.port)
         self._listener.listen(backlog)
         asyncio.get_running_loop().add_reader(self._listener, self._accept_waiting)
+        self._tell()
 
     async def _stop_listening(self) -> None:
         if self._listener is not None:
