@@ -18,10 +18,12 @@ of its own.
 
 | event | not ejected | ejected |
 | --- | --- | --- |
-| an attempt fails with an error that ejects | ejected for 1 s | a probe or a last resort failed: ejected for twice as long, 30 s at the most |
-| its time is over | - | the next lease is a probe; while that runs, others avoid the replica |
-| a connection to it opens | - | restored, if it was ejected because it could not be connected to |
+| an attempt fails with an error that ejects | ejected for 1 s, twice that for each failure kept | a probe or a last resort failed: ejected for twice as long, 30 s at the most |
+| its time is over | - | the next lease on it is a probe; while that runs, others avoid the replica |
+| a connection to it opens | - | restored, if it was ejected because it could not be connected to; its failures are kept |
 | it answers (any status) | its failures are forgotten | restored; its failures are forgotten |
+
+Nothing happens to a retired replica any more; leases on it can still be released.
 """
 
 from __future__ import annotations
@@ -104,19 +106,22 @@ class Replica:
 
     def avoided(self, now: float) -> bool:
         """Is it set aside right now: ejected and its time not over, or its probe still running?"""
-        return self.ejected_until is not None and (
-            self.probe is not None or now < self.ejected_until
-        )
+        return self.ejected_until is not None and (self.probing or now < self.ejected_until)
+
+    @property
+    def probing(self) -> bool:
+        """Does a request try the ejected replica right now?"""
+        return self.probe is not None and not self.probe.released
 
 
 class Lease:
     """One request's claim on a replica: counted in `inflight` until it is released, exactly once."""
 
-    __slots__ = ("_released", "replica")
+    __slots__ = ("released", "replica")
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self._released = False
+        self.released = False
         replica.inflight += 1
 
     def __enter__(self) -> Lease:
@@ -127,12 +132,9 @@ class Lease:
 
     def release(self) -> None:
         """End the claim; calling it again changes nothing."""
-        if self._released:
-            return
-        self._released = True
-        self.replica.inflight -= 1
-        if self.replica.probe is self:
-            self.replica.probe = None
+        if not self.released:
+            self.released = True
+            self.replica.inflight -= 1
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,7 @@ class ReplicaTable:
         retired = tuple(replica for replica in self if self._is_over(replica, now))
         for replica in retired:
             replica.state = State.RETIRED
+            self._restore(replica)
             del self._replicas[replica.url]
         return retired
 
@@ -265,7 +268,7 @@ class ReplicaTable:
         self._leases += 1
         replica.last_lease = self._leases
         lease = Lease(replica)
-        if replica.ejected and replica.probe is None:
+        if replica.ejected and not replica.probing:
             replica.probe = lease
         return lease
 
@@ -273,12 +276,13 @@ class ReplicaTable:
         """An attempt failed with an error that ejects; true if the replica was not ejected before.
 
         Failures of attempts that ran side by side count as one: a replica that dies under 100
-        requests has failed once, not 100 times.
+        requests has failed once, not 100 times. The lease may be released before this or after.
         """
         replica = lease.replica
         newly = not replica.ejected
-        if not newly and replica.probe is not lease:
+        if replica.state is State.RETIRED or not (newly or replica.probe is lease):
             return False
+        replica.probe = None
         replica.failures += 1
         replica.failed_at = now
         replica.unreachable = unreachable
