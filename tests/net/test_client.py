@@ -287,7 +287,7 @@ async def test_secrets_stay_out_of_errors_and_logs(
 async def bounded_failure(url: str) -> SyncError:
     started = time.monotonic()
     error = await failure_at(url, timeout=0.3)
-    assert 0.25 < time.monotonic() - started < 0.8
+    assert 0.25 < time.monotonic() - started < 1.3
     assert (error.result, str(error)) == ("timeout", "the controller did not answer within 0.3 s")
     return error
 
