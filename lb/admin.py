@@ -35,12 +35,12 @@ class Admin:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/replicas", self._table)
         app.router.add_post("/drain", self._start_drain)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0)
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen; the address bound. Raises OSError where that cannot be."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, shutdown_timeout=0)
+        site = web.TCPSite(self._runner, host, port)
         await site.start()
         name = self._runner.addresses[0]
         return name[0], name[1]

@@ -137,6 +137,8 @@ class Proxy:
                     if not isinstance(failure, StaleConnection):
                         tried.append(lease.replica)
         except TimeoutError:
+            if exchange.waiting:
+                raise self._unserved(exchange, failure) from None
             last = f" The last failure: {failure.detail}." if failure else ""
             raise TimedOut(
                 f"No answer within {self._retry_policy.total_timeout:g} s.{last}"
@@ -158,11 +160,13 @@ class Proxy:
             left = budget.wait_left(now)
             if left <= 0:
                 raise self._unserved(exchange, failure)
+            exchange.waiting = True
             if self._table.routable():
                 await self._replicas_changed.wait(min(left, budget.pause()))
                 tried.clear()
             else:
                 await self._replicas_changed.wait(left)
+            exchange.waiting = False
             exchange.waited += time.monotonic() - now
 
     async def _connect(
