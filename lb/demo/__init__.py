@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Sequence
 
 import anyio
 from rich.console import Console
 
 from lb.demo import picture
 from lb.demo.children import DemoError
-from lb.demo.run import Run, plan
+from lb.demo.run import Run, fault, plan
 from lb.demo.scenario import play
 
 FAILED = 1
@@ -21,26 +22,27 @@ def demo() -> int:
     """Play both runs and print what came of them; the exit code of the process.
 
     0: they showed what they should. 1: they did not, or something could not start; one line on
-    stderr says why. 128 + the number of a signal that ended them.
+    stderr says why. 128 + the number of a signal: that ended them early.
     """
     console = Console(highlight=False)
     runs = plan()
     picture.introduce(console, runs)
     try:
-        number = asyncio.run(_play_until_signalled(runs, console))
+        with picture.progress(console, runs):
+            ended_by = asyncio.run(_play_until_signalled(runs))
     except DemoError as error:
         return _failed(str(error))
-    if number:
-        return 128 + number
+    if ended_by:
+        return 128 + ended_by
     picture.conclude(console, runs)
-    fault = picture.fault(runs)
-    return _failed(fault) if fault else 0
+    failure = fault(runs)
+    return _failed(failure) if failure else 0
 
 
-async def _play_until_signalled(runs: list[Run], console: Console) -> int:
+async def _play_until_signalled(runs: Sequence[Run]) -> int:
     """Play the runs; the number of the signal that ended them early, or 0.
 
-    Not left to KeyboardInterrupt: SIGTERM and a closed terminal must end the processes too.
+    Not left to KeyboardInterrupt, which knows only SIGINT and may arise anywhere.
     """
     received: list[int] = []
     loop = asyncio.get_running_loop()
@@ -52,8 +54,7 @@ async def _play_until_signalled(runs: list[Run], console: Console) -> int:
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, stop, number)
-        async with picture.progress(console, runs):
-            await play(runs)
+        await play(runs)
     return received[0] if received else 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 
 import lb
+from lb.demo.run import OPTIONS
 from lb.settings import ENV_PREFIX
 
 START_SECONDS = 15.0
@@ -73,10 +74,10 @@ class Child:
 
 
 @asynccontextmanager
-async def replica() -> AsyncIterator[str]:
+async def replica(name: str) -> AsyncIterator[str]:
     """A replica; its URL."""
-    async with _child("replica", "lb.demo.replica") as process:
-        with _starting("replica"):
+    async with _child(name, "lb.demo.replica", name) as process:
+        with _starting(name):
             url = await process.line()
         if not url.startswith("http://"):
             raise DemoError(process.last_words)
@@ -88,10 +89,9 @@ async def balancer(
     controller_url: str, options: Sequence[str], *, replicas: int
 ) -> AsyncIterator[tuple[Child, str]]:
     """A load balancer that knows so many replicas; the process and its URL."""
-    where = ("--controller-url", controller_url, "--host", "127.0.0.1", "--port", "0")
-    name = "load balancer"
-    async with _child(name, "lb", "serve", *where, *options) as process:
-        with _starting(name):
+    options = ("--controller-url", controller_url, *OPTIONS, *options)
+    async with _child("load balancer", "lb", "serve", *options) as process:
+        with _starting("load balancer"):
             address = (await process.event("server.started"))["address"]
             for _ in range(replicas):
                 await process.event("replica.added")
@@ -103,7 +103,7 @@ async def _child(name: str, *args: str) -> AsyncIterator[Child]:
     """Run `python -m ARGS` for as long as the context lasts."""
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", *args),
+            *(sys.executable, "-m", "lb.demo.leash", *args),
             cwd=ROOT,
             # The user's own settings would make what the labels say untrue.
             env={key: text for key, text in os.environ.items() if not key.startswith(ENV_PREFIX)},

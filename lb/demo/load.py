@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import aiohttp
 import anyio
 
 from lb.demo.run import CLIENT_TIMEOUT, DURATION, LATE, RATE, Outcome, Result, Run
 
 
-async def send_steadily(url: str, run: Run, began: float) -> None:
-    """Send to `url` from `began` (time of the event loop) on; ends when all requests have ended."""
+async def send_steadily(url: str, run: Run) -> None:
+    """Send requests to `url` and keep what becomes of them in `run`; ends when all have ended."""
     async with (
         aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -18,23 +21,23 @@ async def send_steadily(url: str, run: Run, began: float) -> None:
         anyio.create_task_group() as requests,
     ):
         for number in range(round(RATE * DURATION)):
-            await anyio.sleep_until(began + number / RATE)
+            await anyio.sleep_until(run.began + number / RATE)
             run.sent += 1
-            requests.start_soon(_request, session, url, run, began)
+            requests.start_soon(_request, session, url, run)
 
 
-async def _request(session: aiohttp.ClientSession, url: str, run: Run, began: float) -> None:
-    sent = anyio.current_time()
+async def _request(session: aiohttp.ClientSession, url: str, run: Run) -> None:
+    sent = time.monotonic()
     try:
         # POST, as aiohttp sends a GET again by itself when its connection is lost.
         async with session.post(url + "/v1/completions", json={"prompt": "Hi"}) as response:
             await response.read()
-        outcome = _judge(response.status, anyio.current_time() - sent)
-    except TimeoutError:
+        outcome = _judge(response.status, time.monotonic() - sent)
+    except asyncio.TimeoutError:  # which is another than TimeoutError in Python 3.10
         outcome = Outcome.HUNG
     except aiohttp.ClientError:
         outcome = Outcome.FAILED
-    run.results.append(Result(sent - began, anyio.current_time() - began, outcome))
+    run.results.append(Result(sent - run.began, time.monotonic() - run.began, outcome))
 
 
 def _judge(status: int, seconds: float) -> Outcome:

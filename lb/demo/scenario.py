@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import anyio
 
+from controller_client.fakes.controller import FakeController
 from lb.demo.children import DemoError, balancer, replica
-from lb.demo.controller import Controller
 from lb.demo.load import send_steadily
-from lb.demo.run import UPDATES, Run
+from lb.demo.run import EMPTY_LIST, UPDATES, Run
 
 
 async def play(runs: Sequence[Run]) -> None:
     """Play the runs one after the other. Raises DemoError where something does not start or last."""
-    async with replica() as first, replica() as second:
+    async with replica("replica 1") as first, replica("replica 2") as second:
         for run in runs:
-            await _play(run, (first, second))
+            with _controller((first, second)) as controller:
+                await _play(run, controller, replicas=2)
 
 
-async def _play(run: Run, replicas: Sequence[str]) -> None:
-    began = anyio.current_time()  # anew below, when the load balancer is there
-
-    def record(empty: bool) -> None:
-        run.syncs.append((anyio.current_time() - began, empty))
-
-    controller = Controller(replicas, record)
-    async with (
-        controller.serving() as controller_url,
-        balancer(controller_url, run.options, replicas=len(replicas)) as (process, url),
-    ):
-        began = anyio.current_time()
+async def _play(run: Run, controller: FakeController, *, replicas: int) -> None:
+    async with balancer(controller.url, run.options, replicas=replicas) as (process, url):
+        run.began, run.syncs = time.monotonic(), controller.syncs
         async with anyio.create_task_group() as together:
             together.start_soon(process.watch, together.cancel_scope.cancel)
-            together.start_soon(_update, controller, began)
-            await send_steadily(url, run, began)
+            together.start_soon(_update, run, controller)
+            await send_steadily(url, run)
             together.cancel_scope.cancel()
         if process.ended:
             raise DemoError(process.last_words)
 
 
-async def _update(controller: Controller, began: float) -> None:
-    for time in UPDATES:
-        await anyio.sleep_until(began + time)
-        controller.update()
+async def _update(run: Run, controller: FakeController) -> None:
+    """Make the sync after each update find an empty list, as one that lands in the gap does."""
+    for seconds in UPDATES:
+        await anyio.sleep_until(run.began + seconds)
+        controller.answer_next(EMPTY_LIST)
+
+
+@contextmanager
+def _controller(replicas: Sequence[str]) -> Iterator[FakeController]:
+    controller = FakeController(replicas)
+    try:
+        controller.start()
+    except OSError as error:
+        raise DemoError(f"cannot start the fake controller: {error.strerror}") from None
+    try:
+        yield controller
+    finally:
+        controller.close()
