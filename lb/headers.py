@@ -144,8 +144,9 @@ def response_head(
     if chunked:
         # Both would contradict each other: RFC 9112, section 6.2.
         dropped = dropped | {b"content-length"}
-    lines += [b"%b: %b" % (name, value) for name, value in headers if name.lower() not in dropped]
-    if not has(headers, b"x-request-id"):
+    kept = [pair for pair in headers if pair[0].lower() not in dropped]
+    lines += [b"%b: %b" % pair for pair in kept]
+    if not has(kept, b"x-request-id"):
         lines.append(b"X-Request-Id: " + request_id)
     if chunked:
         lines.append(b"Transfer-Encoding: chunked")
