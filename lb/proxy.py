@@ -104,45 +104,55 @@ class Proxy:
     # --- attempts, up to the commit point -------------------------------------------------------
 
     async def _forward(self, exchange: Exchange, upload: Upload) -> None:
-        """Try replicas until one answers, and relay its answer; the wall bounds all of it but the relay."""
-        request = exchange.request
-        budget = RetryBudget(self._retry_policy, request.arrived, self._jitter)
+        """Try replicas until one answers, and relay its answer.
+
+        The wall bounds all of it up to the commit point, a running attempt too.
+        """
+        arrived = exchange.request.arrived
+        budget = RetryBudget(self._retry_policy, arrived, self._jitter)
         tried: list[Replica] = []
         failure: AttemptError | None = None
         try:
             with anyio.fail_after(budget.wall - time.monotonic()) as wall:
                 while True:
                     with await self._lease(exchange, budget, tried, failure) as lease:
+                        fresh = isinstance(failure, StaleConnection)
                         try:
-                            fresh = isinstance(failure, StaleConnection)
-                            connection = await self._connect(exchange, lease, fresh=fresh)
-                            budget.sent(time.monotonic())
-                            try:
-                                response = await self._send(exchange, upload, connection)
-                                wall.deadline = math.inf
-                                self._answered(lease)
-                                await self._relay(exchange, upload, connection, response)
-                                return
-                            except BaseException:
-                                connection.abort()
-                                raise
+                            await self._attempt(exchange, upload, budget, lease, wall, fresh=fresh)
+                            return
                         except AttemptError as error:
                             failure = error
-                    self._attempt_failed(exchange, lease, failure)
+                            self._attempt_failed(exchange, lease, error)
                     await upload.stop()
-                    safe = is_safe_to_resend(request.method, (name for name, _ in request.headers))
-                    if not budget.may_resend(failure, safe=safe, body_complete=upload.can_restart):
+                    if not self._may_resend(exchange, upload, budget, failure):
                         raise failure
                     self._retried(exchange, failure)
                     if not isinstance(failure, StaleConnection):
                         tried.append(lease.replica)
         except TimeoutError:
-            if exchange.waiting:
-                raise self._unserved(exchange, failure) from None
-            last = f" The last failure: {failure.detail}." if failure else ""
-            raise TimedOut(
-                f"No answer within {self._retry_policy.total_timeout:g} s.{last}"
-            ) from None
+            raise self._out_of_time(exchange, failure) from None
+
+    async def _attempt(
+        self,
+        exchange: Exchange,
+        upload: Upload,
+        budget: RetryBudget,
+        lease: Lease,
+        wall: anyio.CancelScope,
+        *,
+        fresh: bool,
+    ) -> None:
+        """One send to one replica, and what comes of it. Raises `AttemptError` if that is nothing."""
+        connection = await self._connect(exchange, lease, fresh=fresh)
+        try:
+            budget.sent(time.monotonic())
+            response = await self._send(exchange, upload, connection)
+            wall.deadline = math.inf
+            self._answered(lease)
+            await self._relay(exchange, upload, connection, response)
+        except BaseException:
+            connection.abort()
+            raise
 
     async def _lease(
         self,
@@ -159,7 +169,7 @@ class Proxy:
                 return lease
             left = budget.wait_left(now)
             if left <= 0:
-                raise self._unserved(exchange, failure)
+                raise self._unserved(failure)
             exchange.waiting = True
             if self._table.routable():
                 await self._replicas_changed.wait(min(left, budget.pause()))
@@ -307,6 +317,13 @@ class Proxy:
         self._metrics.replica_set_changed("restored")
         self._log.info("replica.restored", replica=self._pools[replica].name)
 
+    def _may_resend(
+        self, exchange: Exchange, upload: Upload, budget: RetryBudget, error: AttemptError
+    ) -> bool:
+        request = exchange.request
+        safe = is_safe_to_resend(request.method, (name for name, _ in request.headers))
+        return budget.may_resend(error, safe=safe, body_complete=upload.can_restart)
+
     def _retried(self, exchange: Exchange, error: AttemptError) -> None:
         self._metrics.retried(error.retry_reason)
         self._log.info(
@@ -317,7 +334,15 @@ class Proxy:
             cause=error.detail,
         )
 
-    def _unserved(self, exchange: Exchange, failure: AttemptError | None) -> ProxyError:
+    def _out_of_time(self, exchange: Exchange, failure: AttemptError | None) -> ProxyError:
+        """The wall was met: while waiting for a replica, or for the answer of one."""
+        if exchange.waiting:
+            return self._unserved(failure)
+        self._metrics.upstream_failed("timeout")
+        last = f" The last failure: {failure.detail}." if failure else ""
+        return TimedOut(f"No answer within {self._retry_policy.total_timeout:g} s.{last}")
+
+    def _unserved(self, failure: AttemptError | None) -> ProxyError:
         """Why a request found no replica in all the time it had."""
         if failure is not None and failure.retry_reason != "connect_error":
             return failure
