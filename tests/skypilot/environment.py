@@ -65,10 +65,16 @@ def build_wheel(target: Path) -> Path:
     return wheel
 
 
-def copy_of(python: Path, folder: Path) -> Path:
-    """The Python of a copy that a test may change."""
-    shutil.copytree(python.parents[1], folder, symlinks=True, copy_function=_link)
-    return folder / "bin/python"
+@contextlib.contextmanager
+def copy_of(python: Path) -> Iterator[Path]:
+    """The Python of a copy that a test may change, beside the original for the hard links."""
+    source = python.parents[1]
+    folder = source.with_name(f"copy-{os.getpid()}")
+    try:
+        shutil.copytree(source, folder, symlinks=True, copy_function=_link)
+        yield folder / "bin/python"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _made_once(folder: Path, build: Callable[[], None], say: Callable[[str], None]) -> Path:
