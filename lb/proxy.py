@@ -39,6 +39,7 @@ from lb.server import ClientConnection, Request
 from lb.settings import Settings
 from lb.upstream import Pools, Response, UpstreamConnection
 from lb.wakeup import Wakeup
+from lb.wall import Wall
 from lb.websocket import tunnel
 
 # While there is no routable replica the controller is asked every 2 s.
@@ -113,7 +114,7 @@ class Proxy:
         tried: list[Replica] = []
         failure: AttemptError | None = None
         try:
-            with anyio.fail_after(budget.wall - time.monotonic()) as wall:
+            with Wall(budget.wall) as wall:
                 while True:
                     with await self._lease(exchange, budget, tried, failure) as lease:
                         fresh = isinstance(failure, StaleConnection)
@@ -138,7 +139,7 @@ class Proxy:
         upload: Upload,
         budget: RetryBudget,
         lease: Lease,
-        wall: anyio.CancelScope,
+        wall: Wall,
         *,
         fresh: bool,
     ) -> None:
@@ -147,7 +148,7 @@ class Proxy:
         try:
             budget.sent(time.monotonic())
             response = await self._send(exchange, upload, connection)
-            wall.deadline = math.inf
+            wall.lift()
             self._answered(lease)
             await self._relay(exchange, upload, connection, response)
         except BaseException:

@@ -160,7 +160,7 @@ class ClientConnection(Connection):
             await self._server.handler(request, self)
             self.busy = False
             self._since = time.monotonic()
-            if self.tunnel is not None:
+            if self.left or self.tunnel is not None:
                 return
             if request.body is not None and not request.body.is_eof():
                 self._linger()
