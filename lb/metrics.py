@@ -11,13 +11,16 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import TypeVar, cast, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics import MetricWrapperBase
 
 from lb import __version__
 from lb.errors import RejectReason, RetryReason, UpstreamReason
+
+Series = TypeVar("Series", bound=MetricWrapperBase)
 
 PREFIX = "skyserve_lb_"
 FORGET_SECONDS = 600.0
@@ -63,6 +66,7 @@ class Metrics:
         self.gauges = Gauges()
         self._service = service
         self._replicas: dict[str, _ReplicaCounts] = {}
+        self._children: dict[tuple[MetricWrapperBase, tuple[str, ...]], MetricWrapperBase] = {}
 
         info = self._gauge(
             "info", "Constant 1; the labels say what runs.", ("version", "python", "policy", "mode")
@@ -155,6 +159,13 @@ class Metrics:
             PREFIX + name, text, ("service", *labels), registry=self.registry, buckets=buckets
         )
 
+    def _child(self, metric: Series, *labels: str) -> Series:
+        """The series of these labels: `labels` looks it up under a lock, in 1 us; this in a tenth."""
+        child = self._children.get((metric, labels))
+        if child is None:
+            child = self._children[metric, labels] = metric.labels(self._service, *labels)
+        return cast("Series", child)
+
     def _start_closed_sets(self) -> None:
         """Let every labelled counter start at 0: a rate over a series that appears at 1 misses the 1."""
         for outcome in OUTCOMES:
@@ -186,11 +197,11 @@ class Metrics:
         self, outcome: str, status: int, method: str, total: float, first_byte: float | None
     ) -> None:
         label = method if method in METHODS else "other"
-        self._requests.labels(self._service, outcome).inc()
-        self._responses.labels(self._service, str(status), label).inc()
-        self._duration.labels(self._service, outcome).observe(total)
+        self._child(self._requests, outcome).inc()
+        self._child(self._responses, str(status), label).inc()
+        self._child(self._duration, outcome).observe(total)
         if first_byte is not None:
-            self._first_byte.labels(self._service, outcome).observe(first_byte)
+            self._child(self._first_byte, outcome).observe(first_byte)
 
     def bodies(self, received: int, sent: int) -> None:
         self._received.inc(received)
