@@ -159,11 +159,11 @@ class Service:
 
     def update_in_the_gap(
         self, last_sync: Callable[[], float], replicas: int, mode: str = "rolling"
-    ) -> None:
+    ) -> float:
         """Make the update where the stock controller's gap will meet a sync.
 
         That is shortly before a sync which comes before the end of the running prober pass.
-        ``last_sync`` tells when the balancer synced last.
+        ``last_sync`` tells when the balancer synced last. The seconds until it was answered.
         """
         pass_seconds = 10.0 / self.scale + self._health_seconds
         while True:
@@ -173,7 +173,7 @@ class Service:
             if next_sync < recomputed + 0.9 * pass_seconds:
                 break
         self.controller.wait_until(next_sync - 4.0 / self.scale)
-        self.update(replicas, mode)
+        return self.update(replicas, mode)
 
     def sync(self) -> list[str]:
         """The list that a balancer would get now."""
