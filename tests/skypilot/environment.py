@@ -19,7 +19,8 @@ from pathlib import Path
 
 VERSIONS = ("0.12.0", "0.14.1")
 ROOT = Path(__file__).resolve().parents[2]
-KEPT_WHEEL_ENVIRONMENTS = 4  # each change of the code makes one; the oldest go
+# Each change of the code makes one; those that no run has asked for lately go.
+KEPT_SECONDS = 6 * 3600.0
 
 
 def cache_folder() -> Path:
@@ -51,7 +52,7 @@ def wheel_environment(version: str, wheel: Path, say: Callable[[str], None] = pr
         _run(str(folder / "bin/python"), "-m", "pip", "install", "-q", str(wheel))
 
     python = _made_once(folder, build, say)
-    _forget_oldest(plain)
+    _forget_unused(plain)
     return python
 
 
@@ -92,12 +93,11 @@ def _made_once(folder: Path, build: Callable[[], None], say: Callable[[str], Non
     return folder / "bin/python"
 
 
-def _forget_oldest(plain: Path) -> None:
-    made = plain.parent.glob(f"{plain.name}-wheel-*/.complete")
-    by_age = sorted(made, key=lambda path: path.stat().st_mtime, reverse=True)
-    for complete in by_age[KEPT_WHEEL_ENVIRONMENTS:]:
-        shutil.rmtree(complete.parent, ignore_errors=True)
-        _lock_of(complete.parent).unlink(missing_ok=True)
+def _forget_unused(plain: Path) -> None:
+    for complete in plain.parent.glob(f"{plain.name}-wheel-*/.complete"):
+        if time.time() - complete.stat().st_mtime > KEPT_SECONDS:
+            shutil.rmtree(complete.parent, ignore_errors=True)
+            _lock_of(complete.parent).unlink(missing_ok=True)
 
 
 def _lock_of(folder: Path) -> Path:
