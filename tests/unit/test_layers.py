@@ -14,6 +14,7 @@ PURE = {
     "lb",
     "lb.arrivals",
     "lb.errors",
+    "lb.frames",
     "lb.headers",
     "lb.kinds",
     "lb.policies",
