@@ -30,10 +30,12 @@ class Child:
     """A process whose output is read; `name` is what people call it."""
 
     def __init__(self, name: str, process: Process) -> None:
+        assert process.stdin is not None
         assert process.stdout is not None
         self.ended = False
         self._name = name
         self._process = process
+        self._leash = process.stdin
         self._output = process.stdout
         self._last_line = ""
 
@@ -64,11 +66,14 @@ class Child:
             await self.line()
         on_end()
 
-    async def kill(self) -> None:
-        """End it and return when it is gone."""
+    async def end(self) -> None:
+        """End it by its leash and return when it is gone.
+
+        Not with a signal: asyncio would look whether it is there still, and so take its exit code
+        away from under the thread that waits for that.
+        """
         with anyio.CancelScope(shield=True):
-            if self._process.returncode is None:
-                self._process.kill()
+            self._leash.close()
             await self._output.read()
             await self._process.wait()
 
@@ -119,7 +124,7 @@ async def _child(name: str, *args: str) -> AsyncIterator[Child]:
     try:
         yield child
     finally:
-        await child.kill()
+        await child.end()
 
 
 @contextmanager

@@ -136,8 +136,8 @@ def conclude(console: Console, runs: Sequence[Run]) -> None:
     console.print(_legend(runs))
     without, with_grace = runs
     console.print(
-        f"\nWithout a grace period {without.sent - without.answered} of {without.sent} requests were "
-        f"not answered 200, with one {with_grace.sent - with_grace.answered} of {with_grace.sent}.",
+        f"\nNot answered 200: {without.sent - without.answered} of {without.sent} requests without a "
+        f"grace period, {with_grace.sent - with_grace.answered} of {with_grace.sent} with one.",
         style="bold",
     )
     console.print(
