@@ -152,17 +152,16 @@ class Balancer:
 
     async def _drain(self) -> None:
         """Let what runs finish, within the drain time-out and unless forced."""
-        self.server.draining = True
-        self._log.info("drain.started", in_flight=len(self.proxy.running))
+        self.server.drain_begun.set()
+        self._log.info("drain.started", in_flight=self.server.unfinished)
         with anyio.move_on_after(self._settings.drain_timeout):
             await self._until_forced(LAST_CALL_SECONDS)
             self.server.stop_listening()
-            while self.proxy.running and not self._forced.is_set():
+            while self.server.unfinished and not self._forced.is_set():
                 self.server.close_idle()
                 await self._until_forced(0.05)
         self.server.stop_listening()
-        left = len(self.proxy.running)
-        if left:
+        if left := self.server.unfinished:
             self._log.warning("drain.forced", in_flight=left)
         else:
             self._log.info("drain.finished")

@@ -98,7 +98,7 @@ class Proxy:
             self._unforeseen(exchange, error)
         finally:
             upload.close()
-            exchange.bytes_in = upload.bytes_read
+            exchange.bytes_in += upload.bytes_read
             del self.running[exchange]
             exchange.finish(self._metrics, self._log, self._access_log)
 
@@ -221,7 +221,7 @@ class Proxy:
         exchange.uploading = not upload.finished
         while True:
             response = await connection.answer()
-            if response.status == 101 and request.upgrade is None:
+            if response.status == 101 and not (request.upgrade and upload.finished):
                 raise BadResponse("protocol", f"{exchange.replica}: it switched protocols unasked")
             if response.status >= 200 or response.status == 101:
                 return response
@@ -397,8 +397,6 @@ class Proxy:
         exchange.client.abort(reset=True)
 
     def _client_left(self, exchange: Exchange, upload: Upload) -> None:
-        if exchange.status == 101:
-            return  # the usual end of an upgraded connection
         exchange.uploading = not upload.finished
         self._metrics.client_disconnected(exchange.left())
 

@@ -22,7 +22,7 @@ from aiohttp.http_exceptions import BadHttpMethod, LineTooLong
 from lb.errors import BadRequest, ProxyError, Rejected
 from lb.headers import RawHeaders, first, has, own_answer, upgrade_protocol
 from lb.transport import Connection
-from lb.wire import MAX_HEAD_BYTES, fault_of, request_parser
+from lb.wire import MAX_HEAD_BYTES, READ_LIMIT, fault_of, request_parser
 
 # Requests that a client may have sent ahead (pipelined) before we stop reading from it.
 MAX_AHEAD = 8
@@ -158,8 +158,6 @@ class ClientConnection(Connection):
         while (request := await self._next()) is not None:
             self.busy = True
             await self._server.handler(request, self)
-            self.busy = False
-            self._since = time.monotonic()
             if self.left or self.tunnel is not None:
                 return
             if request.body is not None and not request.body.is_eof():
@@ -167,7 +165,10 @@ class ClientConnection(Connection):
                 return
             if not request.keep_alive or self._server.draining:
                 break
-            self._resume_parsing()
+            self.busy = False
+            self._since = time.monotonic()
+            if request.upgrade is not None:
+                self._resume_parsing()
         if self._fault is not None:
             self.refuse(self._fault)
             self._linger()
@@ -203,6 +204,15 @@ class ClientConnection(Connection):
                 self.transport.write_eof()
             self.resume_reading()
 
+    def partner_lost(self) -> None:
+        """The replica ended the upgraded connection: so do we, and the client gets all of it."""
+        if self.transport is not None and self.transport.can_write_eof():
+            self._linger()
+        else:
+            self.close()
+        if self._task is not None:
+            self._task.cancel()
+
     # --- what comes in --------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
@@ -210,6 +220,8 @@ class ClientConnection(Connection):
             self.tunnel_data(data)
         elif self.after_upgrade is not None:
             self.after_upgrade += data
+            if len(self.after_upgrade) > READ_LIMIT:
+                self.pause_reading()
         elif self._parser is None:
             self._lingered += len(data)
             if self._lingered > LINGER_BYTES:
@@ -273,6 +285,7 @@ class ClientConnection(Connection):
         if self.after_upgrade is not None:
             rest, self.after_upgrade = self.after_upgrade, None
             self._parser = request_parser(self)
+            self.resume_reading()
             if rest:
                 self._feed(rest)
 
@@ -281,8 +294,12 @@ class ClientConnection(Connection):
     def check(self, now: float) -> None:
         """End what has gone on for too long; notice a client that left while we do not read."""
         if self._lingering_until is not None:
-            if now >= self._lingering_until:
+            if self.transport is not None and self.transport.get_write_buffer_size():
+                self._lingering_until = now + LINGER_SECONDS
+            elif now >= self._lingering_until:
                 self.abort()
+        elif self.tunnel is not None:
+            pass  # what it sent before it left is still on its way to the replica
         elif self._reading_held:
             if self.has_hung_up():
                 self.abort()
@@ -297,10 +314,20 @@ class ClientConnection(Connection):
     def draining(self) -> bool:
         return self._server.draining
 
+    async def drain_begins(self) -> None:
+        """Wait until the server drains."""
+        await self._server.drain_begun.wait()
+
+    @property
+    def unfinished(self) -> bool:
+        """Is there a request, or an answer that is not all sent?"""
+        unsent = self.transport is not None and self.transport.get_write_buffer_size() > 0
+        return self.busy or bool(self._requests) or unsent
+
     @property
     def idle(self) -> bool:
         """Is there no request, not even a part of one?"""
-        return not (self.busy or self._requests or self._head_bytes)
+        return not (self.unfinished or self._head_bytes)
 
 
 def _bad_request(error: HttpProcessingError) -> BadRequest:
@@ -328,7 +355,7 @@ class Server:
         self.header_timeout = header_timeout
         self.keepalive_timeout = keepalive_timeout
         self.refused = refused
-        self.draining = False
+        self.drain_begun = asyncio.Event()
         self._max_connections = max_connections
         self._connections: set[ClientConnection] = set()
         self._listener: asyncio.Server | None = None
@@ -339,7 +366,12 @@ class Server:
         """Listen; the address bound. Raises OSError where that cannot be."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
-            lambda: ClientConnection(self), host, port, ssl=tls, backlog=1024
+            lambda: ClientConnection(self),
+            host,
+            port,
+            ssl=tls,
+            ssl_handshake_timeout=self.header_timeout if tls else None,
+            backlog=1024,
         )
         self._sweep()
         name = self._listener.sockets[0].getsockname()
@@ -358,6 +390,16 @@ class Server:
 
     def __len__(self) -> int:
         return len(self._connections)
+
+    @property
+    def draining(self) -> bool:
+        """Are we shutting down?"""
+        return self.drain_begun.is_set()
+
+    @property
+    def unfinished(self) -> int:
+        """How many clients wait for an answer, or for the rest of one."""
+        return sum(connection.unfinished for connection in self._connections)
 
     def _sweep(self) -> None:
         now = time.monotonic()
@@ -381,4 +423,5 @@ class Server:
         if self._sweeper is not None:
             self._sweeper.cancel()
         for connection in tuple(self._connections):
-            connection.abort()
+            # An RST where an end without one might be taken for that of the answer.
+            connection.abort(reset=connection.unfinished)

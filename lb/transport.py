@@ -15,6 +15,8 @@ import socket
 import struct
 from typing import Any, cast
 
+from lb.frames import FrameStream
+
 WRITE_LIMIT = 64 * 1024
 
 # Where to end a connection with an RST (SO_LINGER, on, 0 s): a FIN would look like a clean end.
@@ -29,6 +31,7 @@ class Connection(asyncio.Protocol):
         # The other side of an upgraded connection, which gets all that comes in here.
         self.tunnel: Connection | None = None
         self.tunnel_bytes = 0
+        self.frames: FrameStream | None = None  # what comes in, where that is WebSocket frames
         self._room: asyncio.Event | None = None
         self._reading_held = False
 
@@ -47,7 +50,7 @@ class Connection(asyncio.Protocol):
         self.transport = None
         self.resume_writing()
         if self.tunnel is not None:
-            self.tunnel.close()
+            self.tunnel.partner_lost()
 
     def pause_writing(self) -> None:
         self._room = asyncio.Event()
@@ -61,11 +64,24 @@ class Connection(asyncio.Protocol):
         if self.tunnel is not None:
             self.tunnel.resume_reading()
 
+    def join(self, other: Connection) -> None:
+        """Make the two the ends of a tunnel; each holds its socket while the other one is full."""
+        self.tunnel, other.tunnel = other, self
+        for end, partner in ((self, other), (other, self)):
+            if end._room is None:
+                partner.resume_reading()
+            else:
+                partner.pause_reading()
+
     def tunnel_data(self, data: bytes) -> None:
         """Pass on what came in on an upgraded connection."""
         assert self.tunnel is not None
         self.tunnel_bytes += len(data)
-        self.tunnel.write(data)
+        self.tunnel.write(data if self.frames is None else self.frames.feed(data))
+
+    def partner_lost(self) -> None:
+        """The other end of the tunnel is gone: this one ends when all is sent."""
+        self.close()
 
     def write(self, data: bytes) -> None:
         """Send bytes; those for a closed connection are dropped, for its loss is told elsewhere."""
