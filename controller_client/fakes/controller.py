@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from controller_client.fakes.http import (
@@ -22,15 +22,16 @@ from controller_client.protocol import SYNC_PATH, UNKNOWN_ACCELERATOR
 JSON = (b"Content-Type", b"application/json")
 CLOSE = (b"Connection", b"close")
 
-Ready = Iterable[str] | Mapping[str, str | None]
+Ready = Sequence[str] | Mapping[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """How one sync is answered; without arguments: at once, 200, with the ready list.
 
+    - `ready`: these replicas in the place of those of `set_ready`;
     - `status`: any but 200 comes with a small JSON body;
-    - `body`: these bytes in the place of the ready list (junk, or a list of the test's own);
+    - `body`: these bytes in the place of the ready list;
     - `old_shape`: the ready list as older releases wrote it, `ready_replica_urls`;
     - `delay`: seconds between the call and its answer; `math.inf` = never;
     - `stored`: False = it fails before the arrivals were stored. The real controller stores
@@ -40,6 +41,7 @@ class Answer:
     - `then_refuse`: after this answer connections are refused for so many seconds.
     """
 
+    ready: Ready | None = None
     status: int = 200
     body: bytes | None = None
     old_shape: bool = False
@@ -79,15 +81,14 @@ class FakeController(Server):
         self.arrivals: list[float] = []
         self.faults: list[str] = []
         self._script = Script(Answer())
-        self._ready: dict[str, str | None] = {}
-        self.set_ready(ready)
+        self._ready = ready
 
     def __repr__(self) -> str:
         return f"<FakeController on port {self.port}: {len(self.syncs)} syncs>"
 
     def set_ready(self, ready: Ready) -> None:
         """List these replicas as ready from now on: URLs, or a map of URLs to accelerators."""
-        self._ready = dict(ready) if isinstance(ready, Mapping) else dict.fromkeys(ready)
+        self._ready = ready
 
     def answer_next(self, *answers: Answer) -> None:
         """Use each of these for one of the next syncs, in order."""
@@ -157,19 +158,24 @@ class FakeController(Server):
             return answer.body
         if answer.status != 200:
             return b'{"detail": "scripted"}'
-        if answer.old_shape:
-            return json.dumps({"ready_replica_urls": list(self._ready)}).encode("utf-8")
-        info = {
-            url: {"gpu_type": accelerator or UNKNOWN_ACCELERATOR}
-            for url, accelerator in self._ready.items()
-        }
-        return json.dumps({"replica_info": info}).encode("utf-8")
+        return _encode(self._ready if answer.ready is None else answer.ready, answer.old_shape)
 
     async def _refuse_for(self, connection: Connection, seconds: float) -> None:
         await self._stop_listening()
         connection.close()
         await asyncio.sleep(seconds)
         await self._listen(BACKLOG)
+
+
+def _encode(ready: Ready, old_shape: bool) -> bytes:
+    accelerators = ready if isinstance(ready, Mapping) else dict.fromkeys(ready)
+    if old_shape:
+        return json.dumps({"ready_replica_urls": list(accelerators)}).encode("utf-8")
+    info = {
+        url: {"gpu_type": accelerator or UNKNOWN_ACCELERATOR}
+        for url, accelerator in accelerators.items()
+    }
+    return json.dumps({"replica_info": info}).encode("utf-8")
 
 
 def _timestamps(body: bytes) -> tuple[float, ...]:

@@ -9,7 +9,6 @@ from controller_client.fakes.http import RequestHead, read_body
 from controller_client.fakes.server import Connection
 
 SEND_SIZE = 64 * 1024
-EVENT_INTERVAL = 0.005  # a threading.Event cannot be awaited
 
 
 class RequestRecord:
@@ -122,8 +121,7 @@ class Exchange:
 
     async def wait_for(self, event: threading.Event) -> None:
         """Wait until a test sets the event."""
-        while not event.is_set():
-            await self._connection.wait(EVENT_INTERVAL)
+        await self._connection.wait_for_event(event)
 
     async def finish(self) -> None:
         """Send FIN, take in the rest of the request unlooked at, and close after the peer."""

@@ -9,7 +9,7 @@ from controller_client.fakes.server import Connection
 
 MAX_HEAD_BYTES = 1024 * 1024
 REQUEST_LINE = re.compile(rb"([!-~]+) ([!-~\x80-\xff]+) (HTTP/1\.[01])")
-FIELD_LINE = re.compile(rb"([!#-'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*")
+FIELD_LINE = re.compile(rb"([!#-'*+.^_`|~0-9A-Za-z-]+):([^\0\r\n]*)")
 CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;.*)?\r\n")
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -55,7 +55,7 @@ async def read_head(connection: Connection) -> RequestHead:
         method=request[1].decode("ascii"),
         target=request[2],
         version=request[3],
-        headers=[(field[1], field[2]) for field in fields if field],
+        headers=[(field[1], field[2].strip(b" \t")) for field in fields if field],
     )
 
 

@@ -14,7 +14,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from controller_client.fakes.events import EventWatch
 
 Result = TypeVar("Result")
 Itself = TypeVar("Itself", bound="Server")  # typing.Self is new in Python 3.11
@@ -37,10 +39,13 @@ class Connection:
     at which the peer was seen to close or reset it, None until then.
     """
 
-    def __init__(self, sock: socket.socket, number: int, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, sock: socket.socket, number: int, events: EventWatch, on_change: Callable[[], None]
+    ) -> None:
         self.number = number
         self.peer_closed_at: float | None = None
         self._sock = sock
+        self._events = events
         self._on_change = on_change
         self._ahead = bytearray()
         sock.setblocking(False)
@@ -84,6 +89,12 @@ class Connection:
         while deadline is None or time.monotonic() < deadline:
             await self._fill(deadline)
 
+    async def wait_for_event(self, event: threading.Event) -> None:
+        """Wait until the event is set. Raises PeerClosedError as soon as the peer closes."""
+        is_set = self._events.future(event)
+        while not is_set.done():
+            await self._fill(None, is_set)
+
     async def wait_for_bytes(self, seconds: float) -> bool:
         """Return whether a byte is there to be received within this time."""
         if not self._ahead:
@@ -113,9 +124,11 @@ class Connection:
         del self._ahead[:count]
         return data
 
-    async def _fill(self, deadline: float | None) -> None:
-        """Take what the peer sends next; nothing when it sends nothing before the deadline."""
-        if not await self._readable(deadline):
+    async def _fill(
+        self, deadline: float | None, unless: asyncio.Future[None] | None = None
+    ) -> None:
+        """Take what the peer sends next; nothing when the deadline or `unless` comes before."""
+        if not await self._readable(deadline, unless):
             return
         try:
             data = self._sock.recv(READ_SIZE)
@@ -127,7 +140,7 @@ class Connection:
             self._saw_the_peer_close()
         self._ahead += data
 
-    async def _readable(self, deadline: float | None) -> bool:
+    async def _readable(self, deadline: float | None, unless: asyncio.Future[None] | None) -> bool:
         # Not loop.sock_recv: cancelled by a deadline, it may already hold bytes, and loses them.
         loop = asyncio.get_running_loop()
         readable = loop.create_future()
@@ -140,12 +153,13 @@ class Connection:
         loop.add_reader(descriptor, wake)
         try:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            await asyncio.wait({readable}, timeout=timeout)
+            waited_for = {readable} if unless is None else {readable, unless}
+            await asyncio.wait(waited_for, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
             loop.remove_reader(descriptor)
         return readable.done()
 
-    def _saw_the_peer_close(self) -> None:
+    def _saw_the_peer_close(self) -> NoReturn:
         self.peer_closed_at = self.peer_closed_at or time.monotonic()
         self._on_change()
         raise PeerClosedError
@@ -167,6 +181,7 @@ class Server(ABC):
         self._listener: socket.socket | None = None
         self._filler: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop
+        self._events: EventWatch
         self._guard: socket.socket
         self._thread: threading.Thread
 
@@ -205,6 +220,7 @@ class Server(ABC):
         # the system gives it neither to others nor, as a local port, to a connecting client.
         self._guard = _bind(self.port)
         self.port = self._guard.getsockname()[1]
+        self._events = EventWatch()
         self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(
             target=self._run, name=f"{type(self).__name__} on port {self.port}", daemon=True
@@ -275,17 +291,18 @@ class Server(ABC):
         self._loop.run_forever()
         asyncio.set_event_loop(None)
 
-    async def _listen(self, backlog: int) -> None:
+    async def _listen(self, backlog: int) -> socket.socket:
         await self._stop_listening()
-        self._listener = _bind(self.port)
-        self._listener.listen(backlog)
-        asyncio.get_running_loop().add_reader(self._listener, self._accept_waiting)
+        self._listener = listener = _bind(self.port)
+        listener.listen(backlog)
+        asyncio.get_running_loop().add_reader(listener, self._accept_waiting, listener)
         self._tell()
+        return listener
 
     async def _stop_listening(self) -> None:
         if self._listener is not None:
             if asyncio.get_running_loop().remove_reader(self._listener):
-                self._accept_waiting()  # closing the listener would reset them
+                self._accept_waiting(self._listener)  # closing the listener would reset them
             self._listener.close()
             self._listener = None
         if self._filler is not None:
@@ -293,9 +310,8 @@ class Server(ABC):
             self._filler = None
 
     async def _stall(self) -> None:
-        await self._listen(0)
         loop = asyncio.get_running_loop()
-        loop.remove_reader(self._listener)  # type: ignore[arg-type]  # set by _listen
+        loop.remove_reader(await self._listen(0))
         self._filler = socket.socket()
         self._filler.setblocking(False)
         await loop.sock_connect(self._filler, (HOST, self.port))
@@ -314,14 +330,14 @@ class Server(ABC):
         if conversations:
             await asyncio.wait(conversations)
 
-    def _accept_waiting(self) -> None:
-        while self._listener is not None:
+    def _accept_waiting(self, listener: socket.socket) -> None:
+        while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except BlockingIOError:
                 return
             self.connections += 1
-            connection = Connection(sock, self.connections, self._tell)
+            connection = Connection(sock, self.connections, self._events, self._tell)
             task = asyncio.get_running_loop().create_task(self._converse(connection))
             self._conversations[task] = connection
             task.add_done_callback(self._forget)

@@ -150,11 +150,14 @@ def test_a_request_is_kept_byte_for_byte(a: ScriptedReplica, connect: Connect) -
 
 def test_a_chunked_body_is_taken_out_of_its_chunks(a: ScriptedReplica, connect: Connect) -> None:
     peer = connect(a)
-    peer.send(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+    peer.send(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc")
+    a.wait_for(lambda: a.requests and a.requests[0].body == b"abc")
+    peer.send(b"\r\n")
     peer.send(b"A;x=y\r\n0123456789\r\n0\r\nTrailer: 1\r\n\r\n" + GET)
     assert peer.read(2 * len(OK) + 2) == (OK + b"a") * 2
     assert bytes(a.requests[0].body) == b"abc0123456789"
     assert a.requests[0].body_length == 13
+    assert repr(a.requests[0]) == "<POST b'/' on connection 1>"
 
 
 def test_of_a_large_body_the_start_is_kept(
@@ -188,6 +191,8 @@ def test_a_body_that_is_cut_short_is_not_complete(a: ScriptedReplica, connect: C
         (b"GET / HTTP/2.0\r\n\r\n", 0),
         (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", 0),
         (b"GET / HTTP/1.1\r\nSpace : 1\r\n\r\n", 0),
+        (b"GET / HTTP/1.1\r\nBare: 1\r2\r\n\r\n", 0),
+        (b"GET / HTTP/1.1\r\nBare: 1\n2\r\n\r\n", 0),
         (b"x" * (1024 * 1024 + 1), 0),
         (b"GET / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\nx", 1),
         (b"GET / HTTP/1.1\r\nContent-Length: +1\r\n\r\nx", 1),
@@ -212,8 +217,8 @@ def test_what_is_no_http_is_a_fault(
 def test_an_idle_connection_is_closed(replica_factory: ReplicaFactory, connect: Connect) -> None:
     a = replica_factory("a", idle_timeout=0.05)
     peer = connect(a)
-    peer.send(GET)
-    assert peer.read_to_end() == OK + b"a"
+    peer.send(GET + GET)
+    assert peer.read_to_end() == (OK + b"a") * 2
     a.wait_for(lambda: a.open_connections == 0)
 
 
@@ -567,10 +572,26 @@ def test_a_replica_can_end_and_start_again_on_its_port(
         peer.send(GET)
         assert peer.read(len(OK) + 1) == OK + b"a"
         a.close()
+        a.close()  # once more does no harm
         with pytest.raises(ConnectionRefusedError):
             connect(a)
         a.start()
     assert len(a.requests) == 3
+
+
+def test_a_replica_that_starts_again_waits_for_events_as_before(
+    a: ScriptedReplica, connect: Connect
+) -> None:
+    event = threading.Event()
+    a.behave(hold(event), hold(event))
+    connect(a).send(GET)
+    a.wait_for(lambda: a.requests)
+    a.close()
+    a.start()
+    peer = connect(a)
+    peer.send(GET)
+    event.set()
+    assert peer.read(len(OK) + 1) == OK + b"a"
 
 
 def test_a_port_that_is_held_is_refused() -> None:
@@ -598,6 +619,28 @@ def test_a_behaviour_cannot_control_its_own_replica(connect: Connect) -> None:
     assert peer.read_to_end() == b""
     with pytest.raises(RuntimeError, match="from its own loop"):
         replica.close()
+
+
+def test_an_event_releases_all_who_wait_for_it_at_any_replica(
+    replica_factory: ReplicaFactory, connect: Connect
+) -> None:
+    first, second = threading.Event(), threading.Event()
+    a, b = replica_factory("a"), replica_factory("a")
+    for replica in (a, b):
+        replica.behave_always(stream([first, b"1", second, b"2"], headers=()))
+    peers = [connect(replica, timeout=0.5) for replica in (a, b) for _ in range(50)]
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for peer in peers:
+        peer.send(GET)
+        assert peer.read(len(head)) == head
+    first.set()
+    for peer in peers:
+        assert peer.read(6) == b"1\r\n1\r\n"
+    with pytest.raises(TimeoutError):
+        peers[0].read(1)
+    second.set()
+    for peer in peers:
+        assert peer.read(11) == b"1\r\n2\r\n0\r\n\r\n"
 
 
 def test_many_connections_are_held_at_once(a: ScriptedReplica, connect: Connect) -> None:
@@ -647,6 +690,23 @@ def test_a_controller_stores_arrivals_and_lists_what_is_ready(
     assert fake_controller.arrivals == [1.5, 2, 3.5]
     assert [record.timestamps for record in fake_controller.syncs] == [(), (1.5, 2), (3.5,)]
     assert fake_controller.connections == 1
+
+
+def test_one_answer_can_have_a_list_of_its_own(
+    fake_controller: FakeController, connect: Connect
+) -> None:
+    fake_controller.set_ready(["http://a:1"])
+    fake_controller.answer_next(Answer(ready=()), Answer(ready={"http://b:2": "L4"}))
+    peer = connect(fake_controller)
+    answers = []
+    for _ in range(3):
+        peer.send(call([]))
+        answers.append(json.loads(read_answer(peer)[1])["replica_info"])
+    assert answers == [
+        {},
+        {"http://b:2": {"gpu_type": "L4"}},
+        {"http://a:1": {"gpu_type": "unknown"}},
+    ]
 
 
 def test_answers_are_used_in_order_then_in_turn(
