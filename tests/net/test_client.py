@@ -208,20 +208,18 @@ async def test_a_redirect_is_not_followed(
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "nonsense",
-        "ftp://127.0.0.1:1",
-        "http://",
-        "http://\0",
-        "http://127.0.0.1:99999",
-        "http://127.0.0.1:x",
-        "http://127.0.0.1:1/\udc80",
-        "http://xn--a:1",
-    ],
+    "url", ["", "nonsense", "ftp://127.0.0.1:1", "http://", "http://\0", "http://127.0.0.1:x"]
 )
 async def test_a_url_that_is_none(url: str) -> None:
+    error = await failure_at(url)
+    assert error.result == "connect_error"
+    assert str(error) == "the controller's URL is no http:// URL"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:99999", "http://127.0.0.1:1/\udc80", "http://xn--a:1"]
+)
+async def test_a_url_that_only_fails_on_the_way(url: str) -> None:
     assert (await failure_at(url)).result == "connect_error"
 
 
