@@ -117,7 +117,7 @@ class Proxy:
             with Wall(budget.wall) as wall:
                 while True:
                     with await self._lease(exchange, budget, tried, failure) as lease:
-                        fresh = isinstance(failure, StaleConnection)
+                        fresh = isinstance(failure, StaleConnection) or upload.may_outgrow
                         try:
                             await self._attempt(exchange, upload, budget, lease, wall, fresh=fresh)
                             return
@@ -380,7 +380,7 @@ class Proxy:
             self._metrics.retries_exhausted()
             detail = f"{detail} ({exchange.attempts} attempts)"
         if exchange.committed:  # the client broke the rules of its body after it had its answer
-            exchange.client.abort()
+            exchange.client.abort(reset=True)
             return
         request, client = exchange.request, exchange.client
         unread = request.body is not None and not request.body.is_eof()

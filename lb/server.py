@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 import time
 from collections import deque
@@ -17,12 +18,11 @@ from typing import Any
 
 from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError, HttpVersion10, HttpVersion11, RawRequestMessage
-from aiohttp.http_exceptions import BadHttpMethod, LineTooLong
 
 from lb.errors import BadRequest, ProxyError, Rejected
 from lb.headers import RawHeaders, first, has, own_answer, upgrade_protocol
 from lb.transport import Connection
-from lb.wire import MAX_HEAD_BYTES, READ_LIMIT, fault_of, request_parser
+from lb.wire import MAX_HEAD_BYTES, READ_LIMIT, fault_of, request_parser, status_of
 
 # Requests that a client may have sent ahead (pipelined) before we stop reading from it.
 MAX_AHEAD = 8
@@ -30,7 +30,14 @@ MAX_AHEAD = 8
 # so that the client gets the answer rather than an RST (RFC 9112, section 9.6).
 LINGER_SECONDS = 5.0
 LINGER_BYTES = 64 * 1024 * 1024
+# The same for connections that are too many: these are not counted, so they must be short.
+LINGER_REFUSED_SECONDS = 1.0
 SWEEP_SECONDS = 0.5
+# RFC 3986, section 3.2, without the user: whatever else a Host holds is answered 400 (RFC 9112, 3.2).
+HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
+# More digits than any length has. The parser takes 2**64 - 1 for no length at all, which a replica
+# does not: the requests that follow would be a part of that body.
+MAX_LENGTH_DIGITS = 18
 
 
 class Request:
@@ -62,13 +69,17 @@ class Request:
         self.expects_continue = False
         self.upgrade: bytes | None = None
         self.target, self.host = _target_of(message)
-        self.refused = _refusal(message)
+        self.refused = _refusal(message, self.host)
         if not self.is_http10:
             expect = first(self.headers, b"expect")
             self.expects_continue = expect is not None and expect.lower() == b"100-continue"
             self.upgrade = upgrade_protocol(self.headers) if message.upgrade else None
             if self.upgrade is not None and self.upgrade.lower() == b"h2c":
                 self.upgrade = None  # HTTP/2 is not spoken here; RFC 9113 withdrew this upgrade
+        if message.upgrade and (self.upgrade is None or self.upgrade.lower() != b"websocket"):
+            # Of a protocol that it does not know the parser drops what follows in the same segment.
+            # So no request follows: its client sends those ahead of the answer again.
+            self.keep_alive = False
 
 
 def _target_of(message: RawRequestMessage) -> tuple[bytes, bytes]:
@@ -83,21 +94,28 @@ def _target_of(message: RawRequestMessage) -> tuple[bytes, bytes]:
         return target, host
     authority, slash, path = target.partition(b"://")[2].partition(b"/")
     authority, question, query = authority.partition(b"?")
+    if message.method == "OPTIONS" and not (slash or question):
+        return b"*", authority.rpartition(b"@")[2]  # RFC 9112, section 3.2.4
     return (slash + path if slash else b"/" + question + query), authority.rpartition(b"@")[2]
 
 
-def _refusal(message: RawRequestMessage) -> BadRequest | None:
+def _refusal(message: RawRequestMessage, host: bytes) -> BadRequest | None:
     """Why a request that the parser took is not served all the same."""
     if message.method == "CONNECT":
         return BadRequest("CONNECT is for forward proxies; this is a load balancer", status=405)
     if message.version not in (HttpVersion10, HttpVersion11):
         return BadRequest("only HTTP/1.0 and HTTP/1.1 are spoken here", status=505)
+    if not HOST.fullmatch(host):
+        return BadRequest("the Host is not valid")
     codings = [v for k, v in message.raw_headers if k.lower() == b"transfer-encoding"]
     if codings and message.version == HttpVersion10:
         # RFC 9112, section 6.1: its framing is to be taken for faulty.
         return BadRequest("Transfer-Encoding in an HTTP/1.0 request")
     if codings and [coding.lower() for coding in codings] != [b"chunked"]:
         return BadRequest("a Transfer-Encoding other than chunked is not supported", status=501)
+    length = first(message.raw_headers, b"content-length")
+    if length is not None and len(length.lstrip(b"0")) > MAX_LENGTH_DIGITS:
+        return BadRequest("the Content-Length is out of all proportion", status=413)
     expect = first(message.raw_headers, b"expect")
     if expect is not None and expect.lower() != b"100-continue":
         return BadRequest("an Expect other than 100-continue cannot be met", status=417)
@@ -140,7 +158,8 @@ class ClientConnection(Connection):
         self._parser = request_parser(self)
         if not self._server.admit(self):
             self.refuse(Rejected("overload", "Too many connections."))
-            self.close()
+            self._linger()
+            asyncio.get_running_loop().call_later(LINGER_REFUSED_SECONDS, self.abort)
             return
         self._task = asyncio.get_running_loop().create_task(self._serve())
 
@@ -172,22 +191,29 @@ class ClientConnection(Connection):
         if self._fault is not None:
             self.refuse(self._fault)
             self._linger()
+        elif self._requests or self.after_upgrade or self._head_bytes:
+            self._linger()
         else:
             self.close()
 
     async def _next(self) -> Request | None:
         """The next request; None where none can follow."""
         while not self._requests:
-            if self._fault is not None:
+            if self._fault is not None or self.left:
                 return None
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        if len(self._requests) == MAX_AHEAD:
-            self.resume_reading()
-        return self._requests.popleft()
+        request = self._requests.popleft()
+        self.resume_reading()
+        return request
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Read again, unless enough is here already; the end of each body asks for it."""
+        if len(self._requests) < MAX_AHEAD:
+            super().resume_reading()
 
     def refuse(self, error: ProxyError, extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         """Answer what never became a request, and say that the connection ends."""
@@ -198,7 +224,8 @@ class ClientConnection(Connection):
     def _linger(self) -> None:
         """Close, but read on for a while: closing with unread bytes would destroy the answer."""
         self._lingering_until = time.monotonic() + LINGER_SECONDS
-        self._parser = None
+        self._parser = self.after_upgrade = None
+        self._requests.clear()
         if self.transport is not None:
             if self.transport.can_write_eof():
                 self.transport.write_eof()
@@ -236,7 +263,7 @@ class ClientConnection(Connection):
         try:
             messages, upgraded, rest = self._parser.feed_data(data)
         except HttpProcessingError as error:
-            self._reject(_bad_request(error))
+            self._reject(_bad_request(error, data))
             return
         for message, body in messages:
             self._take(message, body)
@@ -330,13 +357,9 @@ class ClientConnection(Connection):
         return not (self.unfinished or self._head_bytes)
 
 
-def _bad_request(error: HttpProcessingError) -> BadRequest:
-    status = 400
-    if isinstance(error, LineTooLong):
-        status = 431
-    elif isinstance(error, BadHttpMethod):
-        status = 501
-    return BadRequest(f"The request is not valid HTTP: {fault_of(error)}.", status=status)
+def _bad_request(error: HttpProcessingError, data: bytes) -> BadRequest:
+    detail = f"The request is not valid HTTP: {fault_of(error)}."
+    return BadRequest(detail, status=status_of(error, data))
 
 
 class Server:

@@ -106,11 +106,18 @@ class Connection(asyncio.Protocol):
 
     def has_hung_up(self) -> bool:
         """Has the peer closed, though we do not read? Asks the kernel (a paused socket tells nothing)."""
+        return self._poll(select.POLLRDHUP)
+
+    def has_news(self) -> bool:
+        """Is anything here to be read, the end included, that the loop has not yet seen?"""
+        return self._poll(select.POLLIN | select.POLLRDHUP)
+
+    def _poll(self, events: int) -> bool:
         sock = self._socket()
         if sock is None:
-            return False
+            return True
         poll = select.poll()
-        poll.register(sock.fileno(), select.POLLRDHUP)
+        poll.register(sock.fileno(), events)
         return bool(poll.poll(0))
 
     def abort(self, *, reset: bool = False) -> None:

@@ -8,10 +8,11 @@ headers of its own, and it unpacks nothing.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +34,8 @@ from lb.metrics import Metrics
 from lb.replicas import Replica
 from lb.transport import Connection
 from lb.wire import fault_of, response_parser
+
+READ_SIZE = 256 * 1024
 
 
 @dataclass(slots=True)
@@ -65,6 +68,7 @@ class UpstreamConnection(Connection):
         self._failure: Exception | None = None
         self._answer_begun = False
         self._keep = True
+        self._aborted = False
 
     # --- one exchange ---------------------------------------------------------------------------
 
@@ -91,12 +95,28 @@ class UpstreamConnection(Connection):
 
     def end(self) -> None:
         """The exchange is over, its body read to the end: keep the connection for another, or close it."""
+        in_order = self._is_in_order()
         self._parser = None
         self._body = None
-        if self._keep and not self._answers and self.connected:
+        if not in_order:
+            self.abort()
+        elif self._keep:
             self._pool.keep(self)
         else:
             self.close()
+
+    def _is_in_order(self) -> bool:
+        """Is all of the request sent, and nothing here that would be taken for the next answer?"""
+        if self.transport is None or self.transport.get_write_buffer_size() or self._answers:
+            return False
+        try:
+            return self._parser.feed_eof() is None  # else the head of another answer has begun
+        except HttpProcessingError:
+            return False
+
+    def abort(self, *, reset: bool = False) -> None:
+        self._aborted = True
+        super().abort(reset=reset)
 
     # --- what the connection tells --------------------------------------------------------------
 
@@ -144,12 +164,31 @@ class UpstreamConnection(Connection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
+        if exc is not None and self._parser is not None and not self._aborted:
+            self._read_rest()
         super().connection_lost(exc)
         if self._parser is not None and self.tunnel is None:
             self._lose(exc)
 
+    def _read_rest(self) -> None:
+        """Read what came before an RST; a loop whose write has met the RST reads no more.
+
+        So an early answer gets through though its sender closed at once (envoy issue 2929). What
+        has come over TLS cannot be had in this way.
+        """
+        assert self.transport is not None
+        if self.transport.get_extra_info("ssl_object") is not None:
+            return
+        descriptor = self.transport.get_extra_info("socket").fileno()
+        try:
+            while data := os.read(descriptor, READ_SIZE):
+                self.data_received(data)
+        except OSError:
+            pass  # no more is here
+
     def _lose(self, exc: Exception | None) -> None:
-        if exc is None and self._body is not None and not self._body.is_eof():
+        unfinished = self._body is not None and not self._body.is_eof()
+        if exc is None and not self._aborted and unfinished:
             try:
                 self._parser.feed_eof()  # the proper end of a body without a length
             except HttpProcessingError:
@@ -209,7 +248,7 @@ class Pool:
         self._tls = tls if parts.scheme == "https" else None
         self._connect_timeout = connect_timeout
         self._keepalive = keepalive
-        self._idle: deque[UpstreamConnection] = deque()
+        self._idle: OrderedDict[UpstreamConnection, None] = OrderedDict()  # oldest first
         self._open: set[UpstreamConnection] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
@@ -227,12 +266,13 @@ class Pool:
         """An idle connection, if there is one that is young enough."""
         now = time.monotonic()
         while self._idle:
-            connection = self._idle.pop()
-            if connection.connected and now - connection.idle_since < self._keepalive:
+            connection, _ = self._idle.popitem()
+            young = now - connection.idle_since < self._keepalive
+            if young and not connection.has_news():  # the replica's FIN, or bytes nobody asked for
                 connection.reused = True
                 self._metrics.connection_reused()
                 return connection
-            connection.close()
+            connection.abort()
         return None
 
     async def connect(self) -> UpstreamConnection:
@@ -250,6 +290,9 @@ class Pool:
         except (OSError, TimeoutError, asyncio.TimeoutError) as error:
             reason, what = _connect_fault(error, self._connect_timeout)
             raise ConnectFailed(reason, f"{self.name}: {what}") from None
+        if self._closed or not connection.connected:
+            connection.abort()
+            raise ConnectFailed("reset", f"{self.name}: the new connection was closed at once")
         self._open.add(connection)
         self._metrics.connection_created(time.monotonic() - started)
         return connection
@@ -260,15 +303,14 @@ class Pool:
             connection.close()
             return
         connection.idle_since = time.monotonic()
-        self._idle.append(connection)
+        self._idle[connection] = None
         if self._sweep is None:
             self._schedule_sweep(self._keepalive)
 
     def forget(self, connection: UpstreamConnection) -> None:
         """A connection is gone."""
         self._open.discard(connection)
-        if connection in self._idle:
-            self._idle.remove(connection)
+        self._idle.pop(connection, None)
 
     def close(self) -> None:
         """Close the idle connections and abort the others: the replica is retired."""
@@ -285,10 +327,14 @@ class Pool:
     def _close_old(self) -> None:
         self._sweep = None
         now = time.monotonic()
-        while self._idle and now - self._idle[0].idle_since >= self._keepalive:
-            self._idle.popleft().close()
-        if self._idle:
-            self._schedule_sweep(self._idle[0].idle_since + self._keepalive - now)
+        while self._idle:
+            oldest = next(iter(self._idle))
+            left = oldest.idle_since + self._keepalive - now
+            if left > 0:
+                self._schedule_sweep(left)
+                return
+            del self._idle[oldest]
+            oldest.close()
 
 
 class Pools:
