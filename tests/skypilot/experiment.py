@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from load import Load, Request
-from service import Balancer, Event, Service
+from service import Balancer, Counts, Event, Service, get_text
 
 RATE = 20.0  # requests a second to each balancer
 CLIENT_TIMEOUT = 60.0  # divided by the time scale, as all that follows
@@ -49,7 +49,8 @@ class Outcome:
     rows: dict[str, Row]
     requests: dict[str, list[Request]]
     samples: list[Event]
-    syncs: list[Event]
+    replica_counts: dict[str, Counts]  # by replica URL
+    metrics: str  # of ours
 
 
 def run(
@@ -60,16 +61,18 @@ def run(
     balancers: tuple[str, ...],
     updates: int,
     spacing: float,
-    rate: float = RATE,
+    our_options: tuple[str, ...] = (),
 ) -> Outcome:
     """Run it on a service that is up with two replicas. ``spacing`` lies between two updates."""
     client_timeout = CLIENT_TIMEOUT / service.scale
     slowest = 0.0
     with contextlib.ExitStack() as stack:
-        running = {name: stack.enter_context(_start(service, name)) for name in balancers}
+        running = {
+            name: stack.enter_context(_start(service, name, our_options)) for name in balancers
+        }
         sampler = stack.enter_context(service.sampler())
         loads = {
-            name: stack.enter_context(Load(balancer.url, name, rate, client_timeout).run())
+            name: stack.enter_context(Load(balancer.url, name, RATE, client_timeout).run())
             for name, balancer in running.items()
         }
         for number in range(updates):
@@ -78,6 +81,8 @@ def run(
             )
             slowest = max(slowest, took)
             service.controller.wait_until(service.updated_at + spacing)
+        counts = service.replica_counts()
+        metrics = get_text(f"{running['ours'].admin}/metrics") if "ours" in running else ""
     syncs = service.controller.named("sync", since=sampler.events[0]["t"])
     stale = [bool(e["ready"]) and not e["routable"] for e in sampler.events]
     shared = {
@@ -93,11 +98,13 @@ def run(
     }
     rows = {name: Row(balancer=name, **shared, **_counted(load)) for name, load in loads.items()}
     requests = {name: load.requests for name, load in loads.items()}
-    return Outcome(rows, requests, sampler.events, syncs)
+    return Outcome(rows, requests, sampler.events, counts, metrics)
 
 
-def _start(service: Service, name: str) -> contextlib.AbstractContextManager[Balancer]:
-    return service.stock_balancer() if name == "stock" else service.our_balancer()
+def _start(
+    service: Service, name: str, our_options: tuple[str, ...]
+) -> contextlib.AbstractContextManager[Balancer]:
+    return service.stock_balancer() if name == "stock" else service.our_balancer(*our_options)
 
 
 def _last_sync(service: Service, running: dict[str, Balancer]) -> float:

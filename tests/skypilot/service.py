@@ -165,14 +165,16 @@ class Service:
         That is shortly before a sync which comes before the end of the running prober pass.
         ``last_sync`` tells when the balancer synced last. The seconds until it was answered.
         """
-        pass_seconds = 10.0 / self.scale + self._health_seconds
-        while True:
-            begun = time.time()
-            recomputed = self.controller.wait_event("recomputed", begun)["t"]
+        lead, pass_seconds = 4.0 / self.scale, 10.0 / self.scale + self._health_seconds
+
+        def moment() -> float:
+            """When to update; 0 if the next sync would miss the gap."""
             next_sync = last_sync() + self.sync_interval
-            if next_sync < recomputed + 0.9 * pass_seconds:
-                break
-        self.controller.wait_until(next_sync - 4.0 / self.scale)
+            pass_ends = self.controller.named("recomputed")[-1]["t"] + pass_seconds
+            in_time = time.time() < next_sync - lead / 2
+            return next_sync - lead if in_time and next_sync < pass_ends - 0.5 else 0.0
+
+        self.controller.wait_until(self.controller.wait_for(moment, "sync in the gap"))
         return self.update(replicas, mode)
 
     def sync(self) -> list[str]:
