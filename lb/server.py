@@ -22,7 +22,7 @@ from aiohttp.http import HttpProcessingError, HttpVersion10, HttpVersion11, RawR
 from lb.errors import BadRequest, ProxyError, Rejected
 from lb.headers import RawHeaders, first, has, own_answer, upgrade_protocol
 from lb.transport import Connection
-from lb.wire import MAX_HEAD_BYTES, READ_LIMIT, fault_of, request_parser, status_of
+from lb.wire import MAX_HEAD_BYTES, READ_LIMIT, fault_of, is_absurd, request_parser, status_of
 
 # Requests that a client may have sent ahead (pipelined) before we stop reading from it.
 MAX_AHEAD = 8
@@ -35,9 +35,6 @@ LINGER_REFUSED_SECONDS = 1.0
 SWEEP_SECONDS = 0.5
 # RFC 3986, section 3.2, without the user: whatever else a Host holds is answered 400 (RFC 9112, 3.2).
 HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
-# More digits than any length has. The parser takes 2**64 - 1 for no length at all, which a replica
-# does not: the requests that follow would be a part of that body.
-MAX_LENGTH_DIGITS = 18
 
 
 class Request:
@@ -114,7 +111,7 @@ def _refusal(message: RawRequestMessage, host: bytes) -> BadRequest | None:
     if codings and [coding.lower() for coding in codings] != [b"chunked"]:
         return BadRequest("a Transfer-Encoding other than chunked is not supported", status=501)
     length = first(message.raw_headers, b"content-length")
-    if length is not None and len(length.lstrip(b"0")) > MAX_LENGTH_DIGITS:
+    if length is not None and is_absurd(length):
         return BadRequest("the Content-Length is out of all proportion", status=413)
     expect = first(message.raw_headers, b"expect")
     if expect is not None and expect.lower() != b"100-continue":

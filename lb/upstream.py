@@ -33,7 +33,7 @@ from lb.headers import RawHeaders, has_no_body
 from lb.metrics import Metrics
 from lb.replicas import Replica
 from lb.transport import Connection
-from lb.wire import fault_of, response_parser
+from lb.wire import check_answer, fault_of, response_parser
 
 READ_SIZE = 256 * 1024
 
@@ -134,6 +134,8 @@ class UpstreamConnection(Connection):
         self._answer_begun = True
         try:
             messages, upgraded, rest = self._parser.feed_data(data)
+            for message, _ in messages:
+                check_answer(message)
         except HttpProcessingError as error:
             self._fail("protocol", f"its answer is no valid HTTP ({fault_of(error)})")
             self.abort()

@@ -9,8 +9,19 @@ import asyncio
 import re
 from typing import Any
 
-from aiohttp.http import HttpProcessingError, HttpRequestParser, HttpResponseParser
-from aiohttp.http_exceptions import BadHttpMethod, InvalidHeader, InvalidURLError, LineTooLong
+from aiohttp.http import (
+    HttpProcessingError,
+    HttpRequestParser,
+    HttpResponseParser,
+    RawResponseMessage,
+)
+from aiohttp.http_exceptions import (
+    BadHttpMessage,
+    BadHttpMethod,
+    InvalidHeader,
+    InvalidURLError,
+    LineTooLong,
+)
 
 # A request target and a header line may be this long each...
 MAX_TARGET_BYTES = 64 * 1024
@@ -18,6 +29,9 @@ MAX_HEADER_BYTES = 64 * 1024
 # ...and a whole head this long, in this many lines.
 MAX_HEAD_BYTES = 256 * 1024
 MAX_HEADERS = 512
+# More digits than any length has. The parsers take 2**64 - 1 for no length at all, which the other
+# side does not: it would wait for that body, or take the messages that follow for a part of it.
+MAX_LENGTH_DIGITS = 18
 # A body stream holds its socket at twice this many unread bytes.
 READ_LIMIT = 64 * 1024
 
@@ -47,6 +61,30 @@ def response_parser(protocol: Any, method: str) -> Any:
         read_until_eof=True,
         **_LIMITS,
     )
+
+
+def is_absurd(length: bytes) -> bool:
+    """Is this Content-Length, which the parser took, beyond all that can be sent?"""
+    return len(length.lstrip(b"0")) > MAX_LENGTH_DIGITS
+
+
+def check_answer(message: RawResponseMessage) -> None:
+    """Refuse what the parser takes from a replica, but must not be passed on.
+
+    Raises HttpProcessingError.
+    """
+    if message.code < 100:
+        raise BadHttpMessage("a status below 100")
+    codings = []
+    for name, value in message.raw_headers:
+        key = name.lower()
+        if key == b"transfer-encoding":
+            codings.append(value.lower())
+        elif key == b"content-length" and is_absurd(value):
+            raise BadHttpMessage("a Content-Length out of all proportion")
+    if codings not in ([], [b"chunked"]):
+        # The header is not passed on: the client would take what is still coded for the content.
+        raise BadHttpMessage("a Transfer-Encoding other than chunked")
 
 
 def fault_of(error: HttpProcessingError) -> str:
