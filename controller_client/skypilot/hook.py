@@ -8,8 +8,12 @@ prints, since it would do so in every `python` of the machine.
 
 import os
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+
+# Neither `typing` nor what it would bring is imported: a millisecond is the whole allowance.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 VARIABLE = "SKYSERVE_LB_HOOK"
 FIX, BALANCER = "fix", "lb"
@@ -21,7 +25,7 @@ _MODULES = {
 }
 
 
-def wanted_parts(value: str | None) -> frozenset[str]:
+def wanted_parts(value: "str | None") -> frozenset[str]:
     """The parts that a value of `SKYSERVE_LB_HOOK` asks for; unset or empty means both.
 
     Anything unknown means none: who misspells a value meant to limit us, not to set us free.
@@ -39,8 +43,8 @@ class Finder:
         self.parts = parts
 
     def find_spec(
-        self, name: str, path: object = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+        self, name: str, path: object = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
         """The module's spec for one of the modules that we patch, else None."""
         if name not in _MODULES:
             return None
@@ -53,14 +57,14 @@ class Finder:
         return None
 
 
-def _patch_after_execution(spec: ModuleSpec, parts: frozenset[str]) -> None:
+def _patch_after_execution(spec: "ModuleSpec", parts: frozenset[str]) -> None:
     """Shadow `exec_module` on this one loader, which keeps all its other abilities (`-m`, source)."""
     loader = spec.loader
     if loader is None:
         return
     execute = loader.exec_module
 
-    def execute_and_patch(module: ModuleType) -> None:
+    def execute_and_patch(module: "ModuleType") -> None:
         execute(module)
         try:
             from controller_client.skypilot import patches

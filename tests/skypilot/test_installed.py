@@ -156,6 +156,28 @@ def test_pip_uninstall_leaves_skypilot_as_it_was(
             assert "fix active" not in service.log.read_text()
 
 
+def test_an_interpreter_starts_no_later_for_the_hook_and_prints_nothing(
+    wheel_python: Path,
+) -> None:
+    (pth,) = wheel_python.parents[1].glob("lib/python3.*/site-packages/skyserve_lb.pth")
+    # Without site, which would have run the line already; `os` it would have loaded in any case.
+    code = (
+        "import os, sys, time; line = open(sys.argv[1]).read();"
+        "sys.path.append(os.path.dirname(sys.argv[1])); begun = time.perf_counter(); exec(line);"
+        "print(time.perf_counter() - begun, type(sys.meta_path[0]).__name__)"
+    )
+    seconds = []
+    for _ in range(7):
+        command = (str(wheel_python), "-S", "-c", code, str(pth))
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert (done.stdout.split()[1], done.stderr) == ("Finder", "")
+        seconds.append(float(done.stdout.split()[0]))
+    assert min(seconds) < 0.001
+
+    quiet = subprocess.run((str(wheel_python), "-c", ""), capture_output=True, check=True)
+    assert (quiet.stdout, quiet.stderr) == (b"", b"")
+
+
 def test_the_wheel_keeps_to_skypilots_own_requirements(wheel_python: Path) -> None:
     checked = subprocess.run(
         (str(wheel_python), "-m", "pip", "check"), capture_output=True, text=True, check=False
