@@ -221,7 +221,7 @@ class Proxy:
         exchange.uploading = not upload.finished
         while True:
             response = await connection.answer()
-            if response.status == 101 and not (request.upgrade and upload.finished):
+            if response.status == 101 and request.upgrade is None:
                 raise BadResponse("protocol", f"{exchange.replica}: it switched protocols unasked")
             if response.status >= 200 or response.status == 101:
                 return response

@@ -70,13 +70,10 @@ class Request:
         if not self.is_http10:
             expect = first(self.headers, b"expect")
             self.expects_continue = expect is not None and expect.lower() == b"100-continue"
-            self.upgrade = upgrade_protocol(self.headers) if message.upgrade else None
+        if message.upgrade and not self.is_http10 and body is None:
+            self.upgrade = upgrade_protocol(self.headers)
             if self.upgrade is not None and self.upgrade.lower() == b"h2c":
                 self.upgrade = None  # HTTP/2 is not spoken here; RFC 9113 withdrew this upgrade
-        if message.upgrade and (self.upgrade is None or self.upgrade.lower() != b"websocket"):
-            # Of a protocol that it does not know the parser drops what follows in the same segment.
-            # So no request follows: its client sends those ahead of the answer again.
-            self.keep_alive = False
 
 
 def _target_of(message: RawRequestMessage) -> tuple[bytes, bytes]:
@@ -169,6 +166,17 @@ class ClientConnection(Connection):
         if self._task is not None:
             self._task.cancel()
 
+    def eof_received(self) -> None:
+        """A client that sends no more counts as one that left: a gone one sends that much, too."""
+        if self.busy:
+            self.abort()  # a close would wait for it to read what we have written
+
+    def close(self) -> None:
+        """Close as soon as all is sent; where the client does not take it, in a while all the same."""
+        if self._lingering_until is None:
+            self._lingering_until = time.monotonic() + self._server.keepalive_timeout
+        super().close()
+
     async def _serve(self) -> None:
         """Serve request after request until one side wants no more."""
         while (request := await self._next()) is not None:
@@ -240,6 +248,20 @@ class ClientConnection(Connection):
     # --- what comes in --------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        for piece in self._pieces(data):
+            self._receive(piece)
+
+    def _pieces(self, data: bytes) -> list[bytes]:
+        """The data, in such pieces that nothing follows the head of an upgrade within one.
+
+        The parser would drop that, unless the upgrade is to a WebSocket.
+        """
+        in_head = self._head_bytes or self._body is None or self._body.is_eof()
+        if in_head and self.after_upgrade is None and (self._head_bytes or _names_upgrade(data)):
+            return data.splitlines(keepends=True)
+        return [data]
+
+    def _receive(self, data: bytes) -> None:
         if self.tunnel is not None:
             self.tunnel_data(data)
         elif self.after_upgrade is not None:
@@ -272,10 +294,10 @@ class ClientConnection(Connection):
                 self._reject(
                     BadRequest(f"the head is longer than {MAX_HEAD_BYTES} bytes", status=431)
                 )
-        if upgraded:
-            self.after_upgrade = rest
-            if self._requests and self._requests[-1].upgrade is None:
-                self._resume_parsing()
+        if upgraded and self.after_upgrade is None:
+            self._parser = request_parser(self)  # for a request that we do not take for an upgrade
+        if rest:
+            self.data_received(rest)
 
     def _take(self, message: RawRequestMessage, body: StreamReader) -> None:
         has_body = message.chunked or has(message.raw_headers, b"content-length")
@@ -285,10 +307,8 @@ class ClientConnection(Connection):
             self._reject(request.refused)
             return
         self._requests.append(request)
-        if request.upgrade is not None and request.body is None:
-            self.after_upgrade = (
-                b""  # what follows belongs to the other protocol, once it is agreed
-            )
+        if request.upgrade is not None:
+            self.after_upgrade = b""  # what follows is the other protocol's, once it is agreed
         if len(self._requests) >= MAX_AHEAD:
             self.pause_reading()
         self._wake()
@@ -310,8 +330,7 @@ class ClientConnection(Connection):
             rest, self.after_upgrade = self.after_upgrade, None
             self._parser = request_parser(self)
             self.resume_reading()
-            if rest:
-                self._feed(rest)
+            self.data_received(rest)
 
     # --- limits of time, seen to by the server's sweep ------------------------------------------
 
@@ -352,6 +371,10 @@ class ClientConnection(Connection):
     def idle(self) -> bool:
         """Is there no request, not even a part of one?"""
         return not (self.unfinished or self._head_bytes)
+
+
+def _names_upgrade(data: bytes) -> bool:
+    return b"pgrade:" in data or b"PGRADE:" in data
 
 
 def _bad_request(error: HttpProcessingError, data: bytes) -> BadRequest:
