@@ -125,9 +125,7 @@ def _entries(answer: dict[str, object]) -> Iterable[tuple[object, str | None]]:
                 "bad_payload", "ready_replica_urls in the controller's answer is not a list"
             )
         return [(url, None) for url in urls]
-    if answer:
-        raise SyncError("bad_payload", "the controller's answer holds no list of replicas")
-    return []  # `{}` leaves out what is empty
+    raise SyncError("bad_payload", "the controller's answer holds no list of replicas")
 
 
 def _accelerator(facts: object) -> str | None:

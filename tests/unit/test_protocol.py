@@ -108,7 +108,6 @@ def test_replica_info_counts_where_both_are_present() -> None:
         b'{"replica_info": {}}',
         b'{"ready_replica_urls": []}',
         b'{"replica_info": {}, "ready_replica_urls": []}',
-        b"{}",
         b' {"replica_info": {}, "more": 1}\r\n',
     ],
 )
@@ -282,6 +281,7 @@ def test_every_plain_url_is_taken(scheme: str, host: str, port: int | None, end:
         b"[]",
         b'["http://a:1"]',
         b"<html>502 Bad Gateway</html>",
+        b"{}",
         b'{"replica_info": {"http://a:1": {}}',
         b'{"replica_info": {}} {}',
         b'{"replica_info": null}',
