@@ -13,6 +13,7 @@ old versions back. Wrapped around SkyPilot's own functions:
 | remove_replica                 | never between a relabel's read and its write, which would undo it |
 | generate_scaling_decisions     | none from a view that an update has overtaken: outdated replicas  |
 |                                | in it are not; the next tick decides                              |
+| SkyServeController.__init__    | after a restart, autoscaler and replica ids go on where they were |
 
 They exclude each other by one lock, held for database calls only. It is the innermost: nothing
 under it takes SkyPilot's manager lock, which the prober holds while it probes, so that an update
@@ -20,7 +21,9 @@ never waits for a probe. Only the controller process writes here while it lives;
 process writes replicas after it has killed the controller.
 
 A crash inside an update leaves the widened set: every READY replica is listed, and the first
-prober pass after the restart narrows it.
+prober pass after the restart narrows it. SkyPilot's own restart would not leave it at that: its
+autoscaler begins at version 1 and launches as many replicas again for an updated service, at each
+of its ticks, under the ids of those that run.
 """
 
 import contextlib
@@ -40,6 +43,8 @@ _RECOMPUTE = "set_service_status_and_active_versions_from_replica"
 
 # Faults inside the fix, by step. SkyPilot's own behaviour continued after each.
 faults: Counter[str] = Counter()
+
+_installed: list["Fix"] = []  # the one of this process, or none
 
 
 def install(managers: ModuleType) -> None:
@@ -76,6 +81,31 @@ def install(managers: ModuleType) -> None:
     wrap(state, "add_or_update_replica", fix.add_or_update_replica)
     wrap(state, "remove_replica", fix.remove_replica)
     wrap(autoscalers.Autoscaler, "generate_scaling_decisions", fix.generate_scaling_decisions)
+    _installed[:] = [fix]
+
+
+def install_restart(controller: ModuleType) -> None:
+    """Wrap the start of the controller in `sky.serve.controller`, on the same terms.
+
+    Either of the two modules may be executed first, for they import each other.
+    """
+    start = controller.SkyServeController.__init__
+    require_parameters({start: ("self", "service_name", "service_spec", "version", "host", "port")})
+    wrap(controller.SkyServeController, "__init__", _start_controller)
+
+
+def _start_controller(
+    original: Callable[..., None],
+    controller: Any,
+    service_name: str,
+    service_spec: Any,
+    version: int,
+    host: str,
+    port: int,
+) -> None:
+    original(controller, service_name, service_spec, version, host, port)
+    for fix in _installed:
+        fix.after_restart(controller, service_name, service_spec, version)
 
 
 class Fix:
@@ -134,6 +164,19 @@ class Fix:
             ):
                 return []
             return original(autoscaler, replica_infos, active_versions)
+
+    def after_restart(self, controller: Any, service_name: str, spec: Any, version: int) -> None:
+        """Not a wrapper: what follows the controller's start."""
+        self._safely("go on", self._go_on, controller, service_name, spec, version)
+
+    def _go_on(self, controller: Any, service_name: str, spec: Any, version: int) -> None:
+        """Before the autoscaler's first tick: its version, and an id that no replica has."""
+        manager, autoscaler = controller._replica_manager, controller._autoscaler
+        if version > autoscaler.latest_version:
+            autoscaler.update_version(version, spec, manager._update_mode)
+        replicas = self._state.get_replica_infos(service_name)
+        highest = max((replica.replica_id for replica in replicas), default=0)
+        manager._next_replica_id = max(manager._next_replica_id, highest + 1)
 
     def _widen(self, manager: Any, version: int) -> None:
         """Make the coming version active beside the others, before a replica bears it."""

@@ -14,6 +14,7 @@ from controller_client.skypilot.hook import BALANCER, FIX, VARIABLE
 
 SUPPORTED = ((0, 12), (0, 15))  # from, and before
 ACTIVE = "active"
+RESTART = "fix at restarts"  # the fix's half in `sky.serve.controller`
 
 # What became of each part in this process: `ACTIVE`, or why not.
 outcome: dict[str, str] = {}
@@ -33,6 +34,7 @@ def apply(module: ModuleType, part: str, parts: frozenset[str]) -> None:
         from controller_client.skypilot import report
 
         report.install(module)
+        outcome[RESTART] = _attempt(lambda: _apply_restart(module), FIX, parts)
 
 
 def _attempt(patch: Callable[[], None], part: str, parts: frozenset[str]) -> str:
@@ -52,6 +54,12 @@ def _apply_fix(module: ModuleType) -> None:
     from controller_client.skypilot import fix
 
     fix.install(module)
+
+
+def _apply_restart(module: ModuleType) -> None:
+    from controller_client.skypilot import fix
+
+    fix.install_restart(module)
 
 
 def _apply_balancer(module: ModuleType) -> None:

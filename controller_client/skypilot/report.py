@@ -34,7 +34,11 @@ def status() -> dict[str, Any]:
 
 def parts() -> dict[str, str]:
     """Each part and what became of it in this process."""
-    return {part: patches.outcome.get(part, "not loaded") for part in (FIX, BALANCER)}
+    states = {part: patches.outcome.get(part, "not loaded") for part in (FIX, BALANCER)}
+    restart = patches.outcome.get(patches.RESTART, patches.ACTIVE)
+    if states[FIX] == patches.ACTIVE != restart:
+        states[FIX] = f"{patches.ACTIVE}, but at restarts {restart}"
+    return states
 
 
 def version() -> str:

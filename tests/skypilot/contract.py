@@ -18,7 +18,7 @@ from typing import Any
 
 import child
 import cloud
-from sky.serve import autoscalers, replica_managers, serve_state, serve_utils
+from sky.serve import autoscalers, controller, replica_managers, serve_state, serve_utils
 from sky.serve.service_spec import SkyServiceSpec
 from sky.utils import common_utils
 
@@ -286,6 +286,18 @@ def check_a_stale_view_scales_nothing_down(mode: Any) -> None:
     autoscaler.update_version(3, spec, mode)
     now, active = bench.infos(), bench.record()["active_versions"]
     assert len(autoscaler.generate_scaling_decisions(now, active)) == 1
+
+
+def check_a_restarted_controller_goes_on_where_it_was(mode: Any) -> None:
+    bench = Bench(READY, READY)
+    bench.update(mode)
+    bench.update(mode)
+    spec = serve_state.get_spec(bench.name, 3)
+    restarted = controller.SkyServeController(bench.name, spec, 3, "127.0.0.1", 1)
+    infos, active = bench.infos(), bench.record()["active_versions"]
+    assert restarted._autoscaler.generate_scaling_decisions(infos, active) == []
+    restarted._replica_manager.scale_up()
+    assert bench.versions() == {1: 3, 2: 3, 3: 3}
 
 
 class Crash(BaseException):

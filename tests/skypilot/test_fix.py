@@ -27,6 +27,7 @@ FAIL_ON_STOCK = (
     "a_relabel_does_not_undo_a_termination",
     "a_relabel_does_not_bring_back_a_removed_replica",
     "a_stale_view_scales_nothing_down",
+    "a_restarted_controller_goes_on_where_it_was",
     "a_crash_between_two_writes_leaves_all_listed",
 )
 
