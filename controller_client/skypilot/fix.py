@@ -15,10 +15,10 @@ old versions back. Wrapped around SkyPilot's own functions:
 |                                | in it are not; the next tick decides                              |
 | SkyServeController.__init__    | after a restart, autoscaler and replica ids go on where they were |
 
-They exclude each other by one lock, held for database calls only. It is the innermost: nothing
-under it takes SkyPilot's manager lock, which the prober holds while it probes, so that an update
-never waits for a probe. Only the controller process writes here while it lives; the service
-process writes replicas after it has killed the controller.
+They exclude each other by one lock, held for database calls and, by the reader, while SkyPilot looks
+up each URL. It is the innermost: nothing under it takes SkyPilot's manager lock, which the prober
+holds while it probes, so that an update never waits for a probe. Only the controller process writes
+here while it lives; the service process writes replicas after it has killed the controller.
 
 A crash inside an update leaves the widened set: every READY replica is listed, and the first
 prober pass after the restart narrows it. SkyPilot's own restart would not leave it at that: its
@@ -35,8 +35,8 @@ from typing import Any
 
 from controller_client.skypilot.patches import require_parameters, wrap
 
-# The lock is held for milliseconds. Should a changed SkyPilot ever bring about a deadlock, it
-# ends after this many seconds with SkyPilot's own behaviour.
+# The lock is held for milliseconds. Should a cloud that does not answer make it longer, or a changed
+# SkyPilot bring about a deadlock, then this many seconds later SkyPilot goes on as without it.
 LOCK_SECONDS = 5.0
 
 _RECOMPUTE = "set_service_status_and_active_versions_from_replica"
