@@ -384,7 +384,8 @@ class Proxy:
             return
         request, client = exchange.request, exchange.client
         unread = request.body is not None and not request.body.is_eof()
-        request.keep_alive = request.keep_alive and not client.draining and not unread
+        ends = client.draining or unread or request.is_http10
+        request.keep_alive = request.keep_alive and not ends
         extra.append((b"X-Request-Id", exchange.request_id))
         body = b"" if request.method == "HEAD" else json.dumps({"detail": detail}).encode()
         exchange.commit(error.status)

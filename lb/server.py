@@ -285,7 +285,8 @@ class ClientConnection(Connection):
             self._reject(_bad_request(error, data))
             return
         for message, body in messages:
-            self._take(message, body)
+            if self._fault is None:
+                self._take(message, body)
         if messages or in_body:
             self._head_bytes = 0
         else:
@@ -405,8 +406,10 @@ class Server:
         self._sweeper: asyncio.TimerHandle | None = None
         self._changed: asyncio.Event | None = None
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> tuple[str, int]:
-        """Listen; the address bound. Raises OSError where that cannot be."""
+    async def start(
+        self, host: str, port: int, tls: ssl.SSLContext | None
+    ) -> list[tuple[str, int]]:
+        """Listen; the addresses bound. Raises OSError where that cannot be."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
             lambda: ClientConnection(self),
@@ -417,8 +420,7 @@ class Server:
             backlog=1024,
         )
         self._sweep()
-        name = self._listener.sockets[0].getsockname()
-        return name[0], name[1]
+        return [sock.getsockname()[:2] for sock in self._listener.sockets]
 
     def admit(self, connection: ClientConnection) -> bool:
         """Take a new connection in, unless there are too many."""
