@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import resource
 import signal
+import socket
 import ssl
 import sys
 import time
@@ -36,6 +40,10 @@ EXIT_NO_PORT = 3
 # How long a draining balancer still takes requests that were on their way when it was told to end.
 LAST_CALL_SECONDS = 1.0
 WATCH_SECONDS = 0.5
+# Beside a connection of each client, one to a replica, and these for all else.
+SPARE_DESCRIPTORS = 64
+
+_FAULTS_OF_A_PORT = frozenset({errno.EADDRINUSE, errno.EACCES})
 
 
 class StartError(Exception):
@@ -97,6 +105,7 @@ class Balancer:
             on_first_answer=self._first_answer,
         )
         self._admin = Admin(
+            service=settings.service_name,
             not_ready=self._not_ready,
             replicas=self._rows,
             render_metrics=self.metrics.render,
@@ -127,13 +136,13 @@ class Balancer:
         tls = self._certificate.context if self._certificate else None
         admin = await _bind(
             self._admin.start(settings.admin_host, settings.admin_port),
-            f"{settings.admin_host}:{settings.admin_port}",
-            "--admin-port",
+            (settings.admin_host, settings.admin_port),
+            "admin-",
         )
         address = await _bind(
             self.server.start(settings.host, settings.port, tls),
-            f"{settings.host}:{settings.port}",
-            "--port",
+            (settings.host, settings.port),
+            "",
         )
         self._log.info(
             "server.started",
@@ -243,6 +252,9 @@ class Balancer:
             "expired": self._arrivals.dropped_expired,
         }
         gauges.draining = lambda: self.server.draining
+        gauges.certificate_not_after = lambda: (
+            self._certificate.not_after if self._certificate else None
+        )
         gauges.now = time.monotonic
 
 
@@ -251,7 +263,7 @@ def _tls(settings: Settings, log: Log) -> tuple[ServerCertificate | None, ssl.SS
         certificate = None
         if settings.tls_keyfile and settings.tls_certfile:
             certificate = ServerCertificate(settings.tls_keyfile, settings.tls_certfile, log)
-    except (OSError, ssl.SSLError) as error:
+    except (OSError, ValueError) as error:
         raise StartError(
             f"--tls-certfile {settings.tls_certfile}, --tls-keyfile {settings.tls_keyfile}: "
             f"{describe(error)}",
@@ -259,22 +271,36 @@ def _tls(settings: Settings, log: Log) -> tuple[ServerCertificate | None, ssl.SS
         ) from None
     try:
         context = replica_context(ca=settings.upstream_ca, insecure=settings.upstream_insecure)
-    except (OSError, ssl.SSLError) as error:
+    except OSError as error:
         raise StartError(
             f"--upstream-ca {settings.upstream_ca}: {describe(error)}", EXIT_BAD_CONFIGURATION
         ) from None
     return certificate, context
 
 
-async def _bind(start: Coroutine[Any, Any, tuple[str, int]], wanted: str, flag: str) -> str:
+async def _bind(
+    start: Coroutine[Any, Any, list[tuple[str, int]]], wanted: tuple[str, int], prefix: str
+) -> str:
+    """Start to listen; the addresses bound, as text."""
     try:
-        host, port = await start
+        bound = await start
     except OSError as error:
+        in_way = "port" if error.errno in _FAULTS_OF_A_PORT else "host"
         raise StartError(
-            f"cannot listen on {wanted}: {error.strerror or error}; choose another with {flag}",
+            f"cannot listen on {_shown(*wanted)}: {_reason(error)}; choose another with --{prefix}{in_way}",
             EXIT_NO_PORT,
         ) from None
+    return ", ".join(_shown(host, port) for host, port in bound)
+
+
+def _shown(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _reason(error: OSError) -> str:
+    # asyncio words it anew, with the address once more; the look-up of a name has errors of its own.
+    lookup = isinstance(error, socket.gaierror)
+    return os.strerror(error.errno) if error.errno and not lookup else str(error.strerror or error)
 
 
 async def _main(settings: Settings) -> None:
@@ -284,8 +310,20 @@ async def _main(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, balancer.drain)
     loop.add_signal_handler(signal.SIGHUP, balancer.reload)
+    _raise_descriptor_limit(settings.max_connections, log)
     await balancer.run()
     log.info("server.stopped")
+
+
+def _raise_descriptor_limit(max_connections: int, log: Log) -> None:
+    """Take all the file descriptors that we may have, and warn if they cannot be enough."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    needed = 2 * max_connections + SPARE_DESCRIPTORS
+    if most != resource.RLIM_INFINITY and most < needed:
+        log.warning(
+            "server.few_descriptors", limit=most, needed=needed, max_connections=max_connections
+        )
 
 
 def run(settings: Settings) -> int:

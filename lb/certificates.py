@@ -4,35 +4,39 @@ from __future__ import annotations
 
 import os
 import ssl
+from pathlib import Path
 
 from lb.logs import Log
+from lb.validity import not_after
 
 ALPN = ["http/1.1"]
 
 
 class ServerCertificate:
-    """The certificate of the data port; `context` serves new connections, whatever is loaded last."""
+    """The certificate of the data port.
+
+    `context` serves new connections with whatever was loaded last; `not_after` is the Unix time at
+    which that expires.
+    """
 
     def __init__(self, keyfile: str, certfile: str, log: Log) -> None:
-        """Raises OSError or ssl.SSLError for a pair that cannot be used."""
+        """Raises OSError (which ssl.SSLError is) or ValueError for a pair that cannot be used."""
         self._keyfile = keyfile
         self._certfile = certfile
         self._log = log
+        self._stamp = self._read_stamp()
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self.context.set_alpn_protocols(ALPN)
-        self.context.load_cert_chain(certfile, keyfile)
-        self._stamp = self._read_stamp()
+        self._load(self.context)
 
     def reload(self) -> None:
         """Load the files again; a bad pair changes nothing, and is told."""
         self._stamp = self._read_stamp()
         try:
             # A throw-away context first: a failed load leaves a half-changed one.
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-                self._certfile, self._keyfile
-            )
-            self.context.load_cert_chain(self._certfile, self._keyfile)
-        except (OSError, ssl.SSLError) as error:
+            self._load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH))
+            self._load(self.context)
+        except (OSError, ValueError) as error:
             self._log.error("tls.reload_failed", cause=describe(error), certfile=self._certfile)
         else:
             self._log.info("tls.reloaded", certfile=self._certfile)
@@ -41,6 +45,11 @@ class ServerCertificate:
         """Load the files again if either is not what it was."""
         if self._read_stamp() != self._stamp:
             self.reload()
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        # Without a password OpenSSL would ask for one on the terminal, and wait.
+        context.load_cert_chain(self._certfile, self._keyfile, password="")
+        self.not_after = not_after(Path(self._certfile).read_text("ascii", "replace"))
 
     def _read_stamp(self) -> tuple[object, ...]:
         return tuple(_stamp_of(path) for path in (self._certfile, self._keyfile))
@@ -57,12 +66,15 @@ def _stamp_of(path: str) -> object:
 def describe(error: Exception) -> str:
     """The cause of a certificate that cannot be loaded, in one line."""
     if isinstance(error, ssl.SSLError):
-        return f"key and certificate do not make a usable pair ({error.reason or 'bad PEM'})"
+        reason = error.reason or "no PEM, or the key is encrypted"
+        return f"key and certificate do not make a usable pair ({reason})"
+    if isinstance(error, ValueError):
+        return "it holds no certificate that can be read"
     return getattr(error, "strerror", None) or type(error).__name__
 
 
 def replica_context(*, ca: str | None, insecure: bool) -> ssl.SSLContext:
-    """How `https://` replicas are trusted. Raises OSError or ssl.SSLError for a bad `ca` file."""
+    """How `https://` replicas are trusted. Raises OSError for a bad `ca` file."""
     context = ssl.create_default_context(cafile=ca)
     context.set_alpn_protocols(ALPN)
     if insecure:

@@ -5,7 +5,9 @@ Events are named in the past tense: `replica.added`, `sync.failed`, `request.fin
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import sys
 from typing import Any, Literal, TextIO
 
@@ -30,6 +32,7 @@ Event = Literal[
     "request.failed",
     "request.finished",
     "request.retried",
+    "server.few_descriptors",
     "server.started",
     "server.stopped",
     "sync.failed",
@@ -46,7 +49,9 @@ class Log:
         self, *, log_format: LogFormat, level: LogLevel, stream: TextIO | None = None
     ) -> None:
         stream = stream or sys.stdout
-        terminal = stream.isatty()
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # whatever the terminal can show
+        terminal = stream is not None and stream.isatty()
         as_json = log_format == "json" or (log_format == "auto" and not terminal)
         render: Any = (
             structlog.processors.JSONRenderer()
@@ -54,7 +59,7 @@ class Log:
             else structlog.dev.ConsoleRenderer(colors=terminal)
         )
         self._logger = structlog.wrap_logger(
-            structlog.WriteLogger(stream),
+            structlog.WriteLogger(_Sink(stream)),  # type: ignore[arg-type]
             processors=[
                 structlog.processors.add_log_level,
                 structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -73,3 +78,31 @@ class Log:
 
     def error(self, event: Event, **fields: object) -> None:
         self._logger.error(event, **fields)
+
+
+class _Sink:
+    """Where the lines go: a log that cannot be written must not end what it tells of."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream  # None: the process was started with its stdout closed
+
+    def write(self, text: str) -> None:
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except BrokenPipeError:
+            self._let_go(self._stream)
+        except OSError:  # a full disk, say: the next line may find room
+            pass
+
+    def flush(self) -> None:
+        """Nothing is left to do: `write` has done it, and seen to what can fail."""
+
+    def _let_go(self, stream: TextIO) -> None:
+        """Nobody reads any more. What is buffered goes nowhere, at the end of the process too."""
+        self._stream = None
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

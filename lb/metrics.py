@@ -47,6 +47,7 @@ class Gauges:
     arrivals_pending: Callable[[], int] = int
     arrivals_dropped: Callable[[], Mapping[str, int]] = dict
     draining: Callable[[], bool] = bool
+    certificate_not_after: Callable[[], float | None] = lambda: None
     now: Callable[[], float] = float
 
 
@@ -323,6 +324,14 @@ class _StateCollector:
             {(): gauges.arrivals_pending()},
         )
         yield self._gauge("draining", "1 while shutting down.", (), {(): int(gauges.draining())})
+        not_after = gauges.certificate_not_after()
+        if not_after is not None:
+            yield self._gauge(
+                "tls_certificate_not_after_timestamp_seconds",
+                "Unix time at which the certificate of the data port expires; absent without TLS.",
+                (),
+                {(): not_after},
+            )
         yield self._counter(
             "arrivals_dropped",
             "Arrivals that were given up before they could be reported.",
