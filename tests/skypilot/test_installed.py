@@ -34,6 +34,13 @@ TASK = {
 }
 
 
+# What `sky serve logs svc-a --load-balancer --tail 5` runs on the controller.
+SHOW_LOG = (
+    "from sky.serve import serve_utils;"
+    f"print(serve_utils.stream_serve_process_logs({NAME!r}, False, False, 5, False))"
+)
+
+
 class SkyService:
     """A running ``sky.serve.service`` in a HOME of its own."""
 
@@ -119,10 +126,13 @@ def test_pip_install_turns_fix_and_balancer_on(wheel_python: Path, tmp_path: Pat
 
         # Readable by people, with the service's name in it, in the file that `sky serve logs` shows.
         until(lambda: "server.started" in service.balancer_log.read_text(), "start", service.log)
-        line = service.balancer_log.read_text().splitlines()[0]
+        lines = service.balancer_log.read_text().splitlines()
+        (line,) = (line for line in lines if "server.started" in line)
         assert f"address=0.0.0.0:{balancer}" in line
         assert f"service={NAME}" in line
         assert not line.startswith("{")
+        shown = service.python_says("-c", SHOW_LOG)
+        assert "server.started" in shown.stdout, shown.stderr
 
         code, findings = service.doctor()
         assert (code, findings["problems"]) == (0, [])

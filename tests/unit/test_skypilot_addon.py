@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,17 @@ SKY = {
     "sky/__init__.py": "__version__ = '{version}'\n",
     "sky/serve/__init__.py": "",
     "sky/serve/load_balancer.py": "def run_load_balancer({parameters}): pass\n",
+    "sky/serve/replica_managers.py": "",
+    "sky/serve/controller.py": """
+import logging, sys
+from sky.serve import load_balancer, replica_managers
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(levelname)s %(message)s")
+logger = logging.getLogger("sky")
+class SkyServeController:
+    def run(self): pass
+def run_controller(*args, **kwargs):
+    print("ran", args, kwargs)
+""",
 }
 STOCK = "controller_addr, load_balancer_port, load_balancing_policy_name=None, tls_credential=None"
 KNOWN = f"{STOCK}, target_qps_per_replica=None"
@@ -110,6 +122,23 @@ def test_a_part_that_is_not_asked_for_is_left_alone(tmp_path: Path) -> None:
     shown = started(tmp_path, hook="fix")
     assert shown.startswith("sky.serve.load_balancer {'lb': ")
     assert "off: SKYSERVE_LB_HOOK asks for fix alone" in shown
+
+
+def test_the_controllers_log_says_once_what_was_left_alone(tmp_path: Path) -> None:
+    code = "from sky.serve import controller as c; c.run_controller('llm', port=1)"
+    why = "left alone: SkyPilot 0.15.0 is not in 0.12 <= version < 0.15"
+    assert started(tmp_path, version="0.15.0", code=code).splitlines() == [
+        f"WARNING skyserve-lb {metadata.version('skyserve-lb')}: fix {why}; lb {why}",
+        "ran ('llm',) {'port': 1}",
+    ]
+
+
+def test_a_skypilot_that_is_not_as_expected_is_not_patched_in_part(tmp_path: Path) -> None:
+    code = "from sky.serve import controller as c; c.run_controller()"
+    said, ran = started(tmp_path, code=code).splitlines()
+    assert "fix failed: " in said  # the replica manager of this SkyPilot is empty
+    assert said.endswith("; lb active")
+    assert ran == "ran () {}"
 
 
 def test_off_means_that_nothing_of_ours_is_loaded(tmp_path: Path) -> None:
