@@ -193,9 +193,18 @@ class Service:
 
     def replica_counts(self) -> dict[str, Counts]:
         """What each replica counted, by URL, ended ones included."""
-        ended = {event["url"]: event["counts"] for event in self.controller.named("terminated")}
         urls = [event["url"] for event in self.controller.named("launched")]
-        return {url: ended[url] if url in ended else get_json(f"{url}/stats") for url in urls}
+        return {url: self._counts_of(url) for url in urls}
+
+    def _counts_of(self, url: str) -> Counts:
+        try:
+            return dict(get_json(f"{url}/stats"))
+        except OSError:  # it has ended, or is about to
+            return dict(self.controller.wait_for(lambda: self._last_counts(url), f"end of {url}"))
+
+    def _last_counts(self, url: str) -> Counts | None:
+        ended = self.controller.named("terminated")
+        return next((event["counts"] for event in ended if event["url"] == url), None)
 
     def last_listed(self, url: str) -> float:
         """When the controller last named the replica in an answer (unix seconds)."""

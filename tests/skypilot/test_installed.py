@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -95,8 +96,12 @@ class SkyService:
         until(lambda: listens(controller) and listens(balancer), "open ports", self.log)
         return controller, balancer
 
-    def doctor(self) -> tuple[int, Any]:
-        answer = self.python_says("-m", "lb", "doctor", "--json")
+    def doctor(self, python: str | Path = "", *options: str) -> tuple[int, Any]:
+        """Its exit code and what it says; run by SkyPilot's Python unless told otherwise."""
+        command = (str(python or self.python), "-m", "lb", "doctor", "--json", *options)
+        answer = subprocess.run(
+            command, env=self.environ, capture_output=True, text=True, check=False
+        )
         assert answer.stdout, answer.stderr
         return answer.returncode, json.loads(answer.stdout)
 
@@ -164,6 +169,17 @@ def test_pip_uninstall_leaves_skypilot_as_it_was(
                 service.log,
             )
             assert "fix active" not in service.log.read_text()
+
+            code, findings = service.doctor(sys.executable, "--python", str(python))
+            assert code == 1
+            assert [problem.split(":")[0] for problem in findings["problems"]] == [
+                "skyserve-lb is not installed",
+                f"service {NAME}",  # its controller
+                f"service {NAME}",  # its balancer
+            ]
+            (found,) = findings["services"]
+            assert found["controller"] == {"fault": "it runs without the hook"}
+            assert found["balancer"] not in (None, "skyserve-lb")
 
 
 def test_an_interpreter_starts_no_later_for_the_hook_and_prints_nothing(
