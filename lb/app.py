@@ -20,7 +20,7 @@ import uvloop
 from controller_client.client import ControllerClient
 from lb.admin import Admin
 from lb.arrivals import Arrivals
-from lb.certificates import ServerCertificate, describe, replica_context
+from lb.certificates import ServerCertificate, describe, describe_ca, replica_context
 from lb.errors import ProxyError
 from lb.logs import Log
 from lb.metrics import Metrics
@@ -273,7 +273,7 @@ def _tls(settings: Settings, log: Log) -> tuple[ServerCertificate | None, ssl.SS
         context = replica_context(ca=settings.upstream_ca, insecure=settings.upstream_insecure)
     except OSError as error:
         raise StartError(
-            f"--upstream-ca {settings.upstream_ca}: {describe(error)}", EXIT_BAD_CONFIGURATION
+            f"--upstream-ca {settings.upstream_ca}: {describe_ca(error)}", EXIT_BAD_CONFIGURATION
         ) from None
     return certificate, context
 

@@ -64,13 +64,18 @@ def _stamp_of(path: str) -> object:
 
 
 def describe(error: Exception) -> str:
-    """The cause of a certificate that cannot be loaded, in one line."""
+    """Why key and certificate cannot be used, in one line."""
     if isinstance(error, ssl.SSLError):
         reason = error.reason or "no PEM, or the key is encrypted"
         return f"key and certificate do not make a usable pair ({reason})"
     if isinstance(error, ValueError):
         return "it holds no certificate that can be read"
     return getattr(error, "strerror", None) or type(error).__name__
+
+
+def describe_ca(error: OSError) -> str:
+    """Why the certificates to trust cannot be used, in one line."""
+    return "no certificate in it" if isinstance(error, ssl.SSLError) else describe(error)
 
 
 def replica_context(*, ca: str | None, insecure: bool) -> ssl.SSLContext:
