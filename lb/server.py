@@ -20,7 +20,7 @@ from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError, HttpVersion10, HttpVersion11, RawRequestMessage
 
 from lb.errors import BadRequest, ProxyError, Rejected
-from lb.headers import RawHeaders, first, has, own_answer, upgrade_protocol
+from lb.headers import RawHeaders, first, own_answer, upgrade_protocol
 from lb.transport import Connection
 from lb.wire import MAX_HEAD_BYTES, READ_LIMIT, fault_of, is_absurd, request_parser, status_of
 
@@ -33,6 +33,9 @@ LINGER_BYTES = 64 * 1024 * 1024
 # The same for connections that are too many: these are not counted, so they must be short.
 LINGER_REFUSED_SECONDS = 1.0
 SWEEP_SECONDS = 0.5
+# The end of each head, and of each chunked body.
+END = b"\r\n\r\n"
+LINE_END = re.compile(rb"[\r\n]+")
 # RFC 3986, section 3.2, without the user: whatever else a Host holds is answered 400 (RFC 9112, 3.2).
 HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 
@@ -129,7 +132,8 @@ class ClientConnection(Connection):
         self._requests: deque[Request] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._body: StreamReader | None = None  # of the newest request
+        self._body: StreamReader | None = None  # of the newest request...
+        self._length = 0  # ...and its declared length, if it has one
         self._fault: BadRequest | None = None
         self._head_bytes = 0
         self._since = time.monotonic()  # of being idle, or of the first byte of a head
@@ -248,18 +252,34 @@ class ClientConnection(Connection):
     # --- what comes in --------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        for piece in self._pieces(data):
-            self._receive(piece)
+        start = 0
+        while start < len(data):
+            end = self._end_of_piece(data, start)
+            self._receive(data[start:end])
+            start = end
 
-    def _pieces(self, data: bytes) -> list[bytes]:
-        """The data, in such pieces that nothing follows the head of an upgrade within one.
+    def _end_of_piece(self, data: bytes, start: int) -> int:
+        """Where to cut, so that no piece goes on behind the end of a head or of a body.
 
-        The parser would drop that, unless the upgrade is to a WebSocket.
+        Within one piece the parser drops what follows the head of an upgrade, takes the last
+        trailer of a body for the first header of the next request, and forgets the requests ahead
+        of a bad one. That some cuts end nothing does no harm.
         """
-        in_head = self._head_bytes or self._body is None or self._body.is_eof()
-        if in_head and self.after_upgrade is None and (self._head_bytes or _names_upgrade(data)):
-            return data.splitlines(keepends=True)
-        return [data]
+        if self._parser is None or self.after_upgrade is not None or self.tunnel is not None:
+            return len(data)
+        if self._length_left:
+            return min(len(data), start + self._length_left)
+        if line_end := LINE_END.match(data, start):  # it may be the rest of an end
+            return line_end.end()
+        found = data.find(END, start)
+        return len(data) if found < 0 else found + len(END)
+
+    @property
+    def _length_left(self) -> int:
+        """What is still to come of a body with a length."""
+        if self._body is None or self._body.is_eof():
+            return 0
+        return self._length and self._length - self._body.total_bytes
 
     def _receive(self, data: bytes) -> None:
         if self.tunnel is not None:
@@ -295,18 +315,25 @@ class ClientConnection(Connection):
                 self._reject(
                     BadRequest(f"the head is longer than {MAX_HEAD_BYTES} bytes", status=431)
                 )
-        if upgraded and self.after_upgrade is None:
-            self._parser = request_parser(self)  # for a request that we do not take for an upgrade
+        if messages or in_body:
+            self._renew_parser(upgraded)
         if rest:
             self.data_received(rest)
 
+    def _renew_parser(self, upgraded: bool) -> None:
+        """Behind a chunked body, whose trailers it still holds, or an upgrade that we do not take for one."""
+        trailers = self._body is not None and self._body.is_eof() and not self._length
+        if self.after_upgrade is None and (upgraded or trailers):
+            self._parser = request_parser(self)
+
     def _take(self, message: RawRequestMessage, body: StreamReader) -> None:
-        has_body = message.chunked or has(message.raw_headers, b"content-length")
-        request = Request(message, body if has_body else None)
+        length = first(message.raw_headers, b"content-length")
+        request = Request(message, body if message.chunked or length is not None else None)
         self._body = request.body
         if request.refused is not None:
             self._reject(request.refused)
             return
+        self._length = int(length or b"0")
         self._requests.append(request)
         if request.upgrade is not None:
             self.after_upgrade = b""  # what follows is the other protocol's, once it is agreed
@@ -319,6 +346,8 @@ class ClientConnection(Connection):
         self._fault = fault
         if self._body is not None and not self._body.is_eof():
             self._body.set_exception(fault)
+            if self._requests and self._requests[-1].body is self._body:
+                self._requests.pop()  # its turn had not come: no replica needs to hear of it
         self._wake()
 
     def _wake(self) -> None:
@@ -372,10 +401,6 @@ class ClientConnection(Connection):
     def idle(self) -> bool:
         """Is there no request, not even a part of one?"""
         return not (self.unfinished or self._head_bytes)
-
-
-def _names_upgrade(data: bytes) -> bool:
-    return b"pgrade:" in data or b"PGRADE:" in data
 
 
 def _bad_request(error: HttpProcessingError, data: bytes) -> BadRequest:
