@@ -75,9 +75,14 @@ def check_answer(message: RawResponseMessage) -> None:
     """
     if message.code < 100:
         raise BadHttpMessage("a status below 100")
+    if "\0" in message.reason:
+        raise BadHttpMessage("a NUL in the status line")
     codings = []
     for name, value in message.raw_headers:
         key = name.lower()
+        if key[-1:] in (b" ", b"\t"):
+            # Taken for the framing, it would be passed on beside our own.
+            raise BadHttpMessage("a header name that ends with a space")
         if key == b"transfer-encoding":
             codings.append(value.lower())
         elif key == b"content-length" and is_absurd(value):
