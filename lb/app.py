@@ -40,8 +40,7 @@ EXIT_NO_PORT = 3
 # How long a draining balancer still takes requests that were on their way when it was told to end.
 LAST_CALL_SECONDS = 1.0
 WATCH_SECONDS = 0.5
-# Beside a connection of each client, one to a replica, and these for all else.
-SPARE_DESCRIPTORS = 64
+STDERR = 2
 
 _FAULTS_OF_A_PORT = frozenset({errno.EADDRINUSE, errno.EACCES})
 
@@ -319,15 +318,23 @@ def _raise_descriptor_limit(max_connections: int, log: Log) -> None:
     """Take all the file descriptors that we may have, and warn if they cannot be enough."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    needed = 2 * max_connections + SPARE_DESCRIPTORS
+    needed = 2 * max_connections  # each client's own, and one to a replica
     if most != resource.RLIM_INFINITY and most < needed:
         log.warning(
             "server.few_descriptors", limit=most, needed=needed, max_connections=max_connections
         )
 
 
+def _fill_standard_descriptors() -> None:
+    """Open what of 0, 1 and 2 was closed (`>&-`): libuv aborts when a socket of its own gets one."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass
+    os.close(descriptor)
+
+
 def run(settings: Settings) -> int:
     """Run the load balancer until it is told to end; the exit code of the process."""
+    _fill_standard_descriptors()
     try:
         uvloop.run(_main(settings))
     except StartError as error:
