@@ -138,6 +138,7 @@ class ClientConnection(Connection):
         self._head_bytes = 0
         self._since = time.monotonic()  # of being idle, or of the first byte of a head
         self._lingering_until: float | None = None
+        self._unsent = 0  # bytes of the last answer, when the sweep last looked
         self._lingered = 0
         self.after_upgrade: bytes | None = None
         self.busy = False
@@ -367,10 +368,7 @@ class ClientConnection(Connection):
     def check(self, now: float) -> None:
         """End what has gone on for too long; notice a client that left while we do not read."""
         if self._lingering_until is not None:
-            if self.transport is not None and self.transport.get_write_buffer_size():
-                self._lingering_until = now + LINGER_SECONDS
-            elif now >= self._lingering_until:
-                self.abort()
+            self._check_the_end(self._lingering_until, now)
         elif self.tunnel is not None:
             pass  # what it sent before it left is still on its way to the replica
         elif self._reading_held:
@@ -382,6 +380,16 @@ class ClientConnection(Connection):
             self._reject(BadRequest("the request head did not come in time", status=408))
         elif not self._head_bytes and now - self._since >= self._server.keepalive_timeout:
             self.close()
+
+    def _check_the_end(self, until: float, now: float) -> None:
+        """The time to linger begins when the answer is sent; a client that takes none of it is cut."""
+        unsent = self.transport.get_write_buffer_size() if self.transport is not None else 0
+        if unsent != self._unsent:
+            self._unsent = unsent
+            seconds = self._server.keepalive_timeout if unsent else LINGER_SECONDS
+            self._lingering_until = now + seconds
+        elif now >= until:
+            self.abort()
 
     @property
     def draining(self) -> bool:

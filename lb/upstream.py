@@ -115,9 +115,12 @@ class UpstreamConnection(Connection):
             return False
 
     def abort(self, *, reset: bool = True) -> None:
-        """Close at once. A FIN would wait behind what the replica has not read; an RST does not."""
+        """Close at once. A FIN would wait behind what the replica has not read; an RST does not.
+
+        The end of an upgraded connection is a usual one, so it gets its FIN.
+        """
         self._aborted = True
-        super().abort(reset=reset)
+        super().abort(reset=reset and self.tunnel is None)
 
     # --- what the connection tells --------------------------------------------------------------
 

@@ -225,7 +225,7 @@ def test_a_client_that_never_takes_the_end_of_an_answer_is_cut_in_the_end(
 ) -> None:
     """The request is over, and what is left of its answer waits in our memory."""
     a = replica_factory()
-    a.behave_always(answer(b"x" * 60_000))
+    a.behave_always(answer(b"x" * 100_000))
     balancer = start_balancer(a, keepalive_timeout="1s")
 
     def shrink_send_buffer() -> None:
@@ -233,13 +233,18 @@ def test_a_client_that_never_takes_the_end_of_an_answer_is_cut_in_the_end(
             sock = connection.transport.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
+    def unsent_answer() -> int:
+        (connection,) = balancer.balancer.server._connections
+        assert connection.transport is not None
+        return connection.transport.get_write_buffer_size()
+
     with balancer.client() as client:
         client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         balancer.wait_for(lambda: len(balancer.balancer.server) == 1)
         balancer.call(shrink_send_buffer)
         client.send(request(headers={"Connection": "close"}))
         balancer.log.wait_for("request.finished")
-        assert len(balancer.balancer.server) == 1
+        assert 0 < balancer.call(unsent_answer) <= 64 * 1024
         balancer.wait_for(lambda: len(balancer.balancer.server) == 0, 5)
 
 
@@ -327,7 +332,60 @@ def test_clients_that_leave_at_every_step_of_a_request_leave_nothing(
     assert balancer.in_flight() == 0
 
 
-def leave_after(balancer: RunningBalancer, turns: int) -> None:
+@pytest.mark.parametrize("turns", range(8))
+def test_a_client_that_leaves_just_as_an_attempt_fails_gets_no_other(
+    turns: int,
+    complaints: list[Any],
+    replica_factory: ReplicaFactory,
+    start_balancer: StartBalancer,
+) -> None:
+    """The client is lost so many turns of the loop after the replica's connection."""
+    a, b = replica_factory(), replica_factory()
+    for replica in (a, b):
+        replica.behave_always(stall())
+    balancer = start_balancer(a, b, policy="round_robin")
+    with balancer.client() as client:
+        client.send(LONG_POST + b"begun")
+        a.wait_for(lambda: a.requests and a.requests[0].body_length == 5)
+
+        def lose_the_replica() -> None:
+            for pool in balancer.balancer._pools._pools.values():
+                for connection in pool._open:
+                    connection.abort()
+
+        leave_after(balancer, turns, first=lose_the_replica)
+        balancer.wait_for(lambda: not balancer.balancer.proxy.running, SECONDS_TO_NOTICE)
+        assert balancer.metric("client_disconnects_total") == 1
+        assert balancer.metric("requests_total", outcome="client_closed") == 1
+    a.wait_for(lambda: a.open_connections == 0)
+    b.wait_for(lambda: b.open_connections == 0)
+    assert balancer.in_flight() == 0
+    assert complaints == []
+
+
+def test_a_client_that_leaves_just_as_its_time_is_up_leaves_no_task(
+    replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    a = replica_factory()
+    a.behave_always(stall())
+    balancer = start_balancer(a, total_timeout="500ms", sync_interval="20s")
+    tasks = balancer.call(lambda: len(asyncio.all_tasks()))
+    with balancer.client() as client:
+        client.send(request())
+        a.wait_for(lambda: a.requests)
+
+        def both_in_one_turn() -> None:
+            client.sock.close()
+            time.sleep(0.6)
+
+        balancer.call(both_in_one_turn)
+    balancer.wait_for(lambda: not balancer.balancer.proxy.running)
+    balancer.wait_for(lambda: len(asyncio.all_tasks()) == tasks, 3)
+
+
+def leave_after(
+    balancer: RunningBalancer, turns: int, first: Callable[[], None] = lambda: None
+) -> None:
     """Abort the client's connection, as its loss does, after so many turns of the balancer's loop."""
     left = threading.Event()
 
@@ -339,5 +397,5 @@ def leave_after(balancer: RunningBalancer, turns: int) -> None:
                 connection.abort()
             left.set()
 
-    balancer.loop.call_soon_threadsafe(turn, turns)
+    balancer.loop.call_soon_threadsafe(lambda: (first(), turn(turns)))
     assert left.wait(10)

@@ -263,9 +263,13 @@ def with_pool(listener: Listener, steps: Callable[[Pool], Coroutine[Any, Any, No
     async def run() -> None:
         metrics = Metrics(service="s", policy="p")
         pool = Pool(listener.url, connect_timeout=5, keepalive=30, tls=None, metrics=metrics)
-        await steps(pool)
-        pool.close()
-        await asyncio.sleep(0)
+        try:
+            await steps(pool)
+        finally:
+            for connection in tuple(pool._open):
+                connection.abort()
+            await asyncio.sleep(0)
+            pool.close()
 
     uvloop.run(run())
 
