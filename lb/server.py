@@ -209,7 +209,7 @@ class ClientConnection(Connection):
     async def _next(self) -> Request | None:
         """The next request; None where none can follow."""
         while not self._requests:
-            if self._fault is not None or self.left:
+            if self._fault is not None:
                 return None
             self._waiter = asyncio.get_running_loop().create_future()
             try:

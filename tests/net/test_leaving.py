@@ -375,7 +375,8 @@ def test_a_client_that_leaves_just_as_its_time_is_up_leaves_no_task(
         a.wait_for(lambda: a.requests)
 
         def both_in_one_turn() -> None:
-            client.sock.close()
+            for connection in balancer.balancer.server._connections:
+                connection.abort()  # its loss is told in the next turn, after what is due by then
             time.sleep(0.6)
 
         balancer.call(both_in_one_turn)
