@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--scale", type=float, default=4.0)
     parser.add_argument("--spacing", type=float, default=40.0, help="seconds, before the scale")
-    parser.add_argument("--out", type=Path, default=Path("ab-results"))
+    parser.add_argument("--out", type=Path, default=Path("build/ab"))
     options = parser.parse_args()
 
     options.out.mkdir(parents=True, exist_ok=True)

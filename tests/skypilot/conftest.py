@@ -13,6 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file
 import environment
 from service import Service
 
+# Seconds; the first test waits for an environment to be made.
+LONGEST = 600
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -28,6 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.skypilot)
+            item.add_marker(pytest.mark.timeout(LONGEST))
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from load import Load
 from service import Service
 
@@ -21,7 +20,6 @@ POLICY = {
 }
 
 
-@pytest.mark.timeout(180)
 def test_request_rate_leads_to_three_replicas_and_back_to_one(
     wheel_python: Path, tmp_path: Path
 ) -> None:

@@ -50,14 +50,12 @@ def fixed(wheel_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Resul
     return run_contract(wheel_python, tmp_path_factory.mktemp("fixed") / "home", "fix")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["rolling", "blue_green"])
 @pytest.mark.parametrize("check", CHECKS)
 def test_fixed_controller(fixed: Results, check: str, mode: str) -> None:
     assert fixed[check, mode] == ""
 
 
-@pytest.mark.timeout(300)
 def test_stock_controller_fails_them_so_they_can_fail(wheel_python: Path, tmp_path: Path) -> None:
     results = run_contract(wheel_python, tmp_path / "home", "off", *FAIL_ON_STOCK)
     assert len(results) == 2 * len(FAIL_ON_STOCK)

@@ -119,7 +119,6 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.timeout(180)
 def test_pip_install_turns_fix_and_balancer_on(wheel_python: Path, tmp_path: Path) -> None:
     with SkyService(wheel_python, tmp_path / "home").run() as service:
         controller, balancer = service.ports()
@@ -150,7 +149,6 @@ def test_pip_install_turns_fix_and_balancer_on(wheel_python: Path, tmp_path: Pat
         until(lambda: not listens(balancer), "end of the balancer", service.balancer_log)
 
 
-@pytest.mark.timeout(180)
 def test_pip_uninstall_leaves_skypilot_as_it_was(
     stock_python: Path, wheel_python: Path, tmp_path: Path
 ) -> None:

@@ -18,8 +18,6 @@ UPDATES = 6
 # The sync in the gap comes a second after the update, the one that brings the list back 5 s later.
 SPACING = 6.5
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def services(wheel_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Service]:
