@@ -365,7 +365,7 @@ def test_an_early_answer_reaches_a_client_that_sends_all_before_it_reads(
     a = replica_factory()
     balancer = start_balancer(a)
     a.behave_always(early(413, how=how))  # type: ignore[arg-type]
-    for _ in range(10):
+    for _ in range(5):
         with balancer.client() as client:
             client.send(EARLY_HEAD)
             for _ in range(EARLY_BYTES // 1_000_000):

@@ -97,14 +97,14 @@ def test_requests_that_race_with_the_replica_closing_its_idle_connections(
     method: str, replica_factory: ReplicaFactory, start_balancer: StartBalancer
 ) -> None:
     """envoy issue 1979. `--retry safe`, so that a POST is sent again only if that does no harm."""
-    a = replica_factory(idle_timeout=0.2)
+    a = replica_factory(idle_timeout=0.1)
     balancer = start_balancer(a, upstream_keepalive="10s", retry="safe")
     jitter = random.Random(1)
     with balancer.client() as client:
         for _ in range(30):
             body = b"x" if method == "POST" else b""
             assert client.ask(request(method, body=body)).status == 200
-            time.sleep(0.2 + jitter.uniform(-0.003, 0.003))
+            time.sleep(0.1 + jitter.uniform(-0.003, 0.003))
     assert len([record for record in a.requests if record.answered_at]) == 30, "one was sent twice"
     assert balancer.metric("replica_set_changes_total", change="ejected") == 0
 
@@ -161,7 +161,7 @@ def test_idle_connections_are_used_again_newest_first_so_that_others_can_go(
     a = replica_factory()
     gate = threading.Event()
     a.behave(*[hold(gate)] * 5)
-    balancer = start_balancer(a, upstream_keepalive="1s")
+    balancer = start_balancer(a, upstream_keepalive="500ms")
     clients = [balancer.client() for _ in range(5)]
     for client in clients:
         client.send(request())
@@ -172,7 +172,7 @@ def test_idle_connections_are_used_again_newest_first_so_that_others_can_go(
         client.sock.close()
     for _ in range(20):
         assert balancer.get().status == 200
-        time.sleep(0.1)
+        time.sleep(0.05)
     assert a.connections == 5, "a request opened a connection though there were idle ones"
     assert len({record.connection for record in a.requests[5:]}) == 1
     assert a.open_connections == 1

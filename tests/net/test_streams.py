@@ -177,15 +177,14 @@ def test_no_limit_cuts_a_silent_stream(
     defaults: 285 s are shorter than 6 minutes.
     """
     a = replica_factory()
-    a.behave(stream([b"1", b"2"], every=seconds))
+    a.behave(stream([b"late"], every=seconds))
     balancer = start_balancer(a, **settings)
     with balancer.client(timeout=seconds + 20) as client:
         client.send(request())
         client.read_until(b"\r\n\r\n")
         began = time.monotonic()
-        assert client.chunk() == b"1"
+        assert client.chunk() == b"late"
         assert time.monotonic() - began > seconds - 0.5
-        assert client.chunk() == b"2"
         assert client.chunk() == b""
     assert balancer.metric("requests_total", outcome="ok") == 1
 
@@ -344,7 +343,7 @@ def test_the_stream_of_a_replica_that_left_is_cut_at_the_drain_timeout_and_not_b
             await exchange.wait(0.05)
 
     a.behave(endless)
-    balancer = start_balancer(a, grace_period="0", drain_timeout="1500ms", sync_interval="100ms")
+    balancer = start_balancer(a, grace_period="0", drain_timeout="800ms", sync_interval="100ms")
     with balancer.client() as client:
         client.send(version)
         client.read_until(b"tick")
@@ -352,7 +351,7 @@ def test_the_stream_of_a_replica_that_left_is_cut_at_the_drain_timeout_and_not_b
         fake_controller.set_ready([b.url])  # type: ignore[attr-defined]
         with pytest.raises(Closed) as caught:
             client.read(1_000_000)
-        assert 1.4 < time.monotonic() - removed < 6
+        assert 0.7 < time.monotonic() - removed < 6
         assert caught.value.reset, "it looks like a clean end"
         assert not caught.value.received.endswith(b"0\r\n\r\n")
     a.wait_for(lambda: a.requests[0].peer_closed_at)
