@@ -56,11 +56,11 @@ class StartError(Exception):
 class Balancer:
     """One load balancer, put together from its settings."""
 
-    def __init__(self, settings: Settings, log: Log) -> None:
+    def __init__(self, settings: Settings, log: Log, mode: str = "standalone") -> None:
         """Raises `StartError` for files that cannot be used."""
         self._settings = settings
         self._log = log
-        self.metrics = Metrics(service=settings.service_name, policy=settings.policy)
+        self.metrics = Metrics(service=settings.service_name, policy=settings.policy, mode=mode)
         self._certificate, replica_tls = _tls(settings, log)
         self._arrivals = Arrivals()
         replicas_changed = Wakeup()
@@ -302,9 +302,9 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno and not lookup else str(error.strerror or error)
 
 
-async def _main(settings: Settings) -> None:
+async def _main(settings: Settings, mode: str) -> None:
     log = Log(log_format=settings.log_format, level=settings.log_level)
-    balancer = Balancer(settings, log)
+    balancer = Balancer(settings, log, mode)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, balancer.drain)
@@ -332,11 +332,14 @@ def _fill_standard_descriptors() -> None:
     os.close(descriptor)
 
 
-def run(settings: Settings) -> int:
-    """Run the load balancer until it is told to end; the exit code of the process."""
+def run(settings: Settings, mode: str = "standalone") -> int:
+    """Run the load balancer until it is told to end; the exit code of the process.
+
+    `mode` is a label of the info metric: `embedded` is inside SkyPilot's controller.
+    """
     _fill_standard_descriptors()
     try:
-        uvloop.run(_main(settings))
+        uvloop.run(_main(settings, mode))
     except StartError as error:
         print(f"skyserve-lb: {error}", file=sys.stderr)  # noqa: T201 - the operator's terminal
         return error.exit_code

@@ -58,7 +58,7 @@ def run_load_balancer(
     sys.stdout = sys.stderr = BoundedLog.around(sys.stdout)
     values = settings_of(*given, tls_credential, target_qps_per_replica)
     settings = _load(values, own_defaults(load_balancer_port))
-    sys.exit(run(_with_stream_timeout(settings, stream_timeout_seconds)))
+    sys.exit(run(_with_stream_timeout(settings, stream_timeout_seconds), mode="embedded"))
 
 
 def settings_of(
