@@ -275,14 +275,14 @@ class RawClient:
 
     def rest(self) -> bytes:
         """All that comes until the connection ends."""
-        while True:
-            try:
+        try:
+            while True:
                 self._more()
-            except Closed as closed:
-                if closed.reset:
-                    raise
-                self._buffer = b""
-                return closed.received
+        except Closed as closed:
+            if closed.reset:
+                raise
+            self._buffer = b""
+            return closed.received
 
     def ended(self) -> bool:
         """Wait for the end of the connection, expecting no more bytes; true for FIN, false for RST."""
@@ -290,7 +290,7 @@ class RawClient:
             data = self.sock.recv(1)
         except ConnectionResetError:
             return False
-        assert not data and not self._buffer, (data, self._buffer)
+        assert not self._buffer + data, self._buffer + data
         return True
 
     def _more(self) -> None:
