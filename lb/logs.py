@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import sys
 from typing import Any, Literal, TextIO
 
@@ -92,17 +91,8 @@ class _Sink:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except BrokenPipeError:
-            self._let_go(self._stream)
-        except OSError:  # a full disk, say: the next line may find room
+        except OSError:  # nobody reads it, or the disk is full: the next line may find room
             pass
 
     def flush(self) -> None:
         """Nothing is left to do: `write` has done it, and seen to what can fail."""
-
-    def _let_go(self, stream: TextIO) -> None:
-        """Nobody reads any more. What is buffered goes nowhere, at the end of the process too."""
-        self._stream = None
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)

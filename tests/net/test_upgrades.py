@@ -449,8 +449,9 @@ def test_a_client_that_does_not_read_stalls_the_replica(
         assert client.ended()
 
 
+@pytest.mark.parametrize("until", ["the balancer reads no more", "the client can send no more"])
 def test_a_replica_that_does_not_read_stalls_the_client_and_still_gets_all(
-    replica_factory: ReplicaFactory, start_balancer: StartBalancer
+    until: str, replica_factory: ReplicaFactory, start_balancer: StartBalancer
 ) -> None:
     """What the client sent before it closed arrives, its close frame too, however late it is read."""
     read, done = threading.Event(), threading.Event()
@@ -472,10 +473,13 @@ def test_a_replica_that_does_not_read_stalls_the_client_and_still_gets_all(
     block = os.urandom(MIB)
     with balancer.client() as client:
         upgraded(client)
+        (connection,) = balancer.call(lambda: tuple(balancer.balancer.server._connections))
         client.sock.settimeout(0.5)
         try:
             while sent < 256 * MIB:
-                sent += client.sock.send(block[sent % MIB :])
+                sent += client.sock.send(block[sent % MIB :][: 64 * 1024])
+                if until == "the balancer reads no more" and connection._reading_held:
+                    break  # its end comes right behind what it sent
         except TimeoutError:
             pass
         assert sent < 64 * MIB

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ from controller_client.testing import (
     hold,
     stream,
 )
-from tests.net.harness import Closed, RawClient, chunked, request
+from tests.net.harness import Closed, RawClient, RunningBalancer, chunked, request
 from tests.net.test_upgrades import echo, switch, upgraded
 from tests.system.process import Serve
 
@@ -168,6 +168,37 @@ def test_an_answer_that_a_slow_client_has_not_read_yet_is_sent_whole(
                 received += data
         assert received.endswith(body)
         assert serve.exit_code() == 0
+
+
+def test_an_answer_of_which_a_part_is_still_in_our_buffer_is_sent_whole(
+    a: ScriptedReplica, fake_controller: FakeController
+) -> None:
+    """The replica is done with it, and so is the request's path: only the client is slow."""
+    sent = 0
+    with RunningBalancer(fake_controller.url) as balancer:
+
+        def unsent() -> int:
+            clients = balancer.balancer.server._connections
+            return sum(client.transport.get_write_buffer_size() for client in set(clients))
+
+        def until_it_is_full() -> Iterator[bytes]:
+            nonlocal sent
+            while not unsent():
+                sent += 4096
+                yield bytes(4096)
+                time.sleep(0.001)  # or far more would be on its way when we look
+
+        a.behave(stream(until_it_is_full()))
+        balancer.wait_for_replicas(1)
+        with balancer.client() as client:
+            client.send(request())
+            balancer.log.wait_for("request.finished")
+            assert unsent()
+            balancer.call(balancer.balancer.drain)
+            balancer.log.wait_for("drain.started")
+            time.sleep(1.2)  # past the last call
+            assert len(client.answer().body) == sent
+        balancer.log.wait_for("drain.finished")
 
 
 def test_what_is_left_when_the_time_is_over_is_cut(
