@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from lb.headers import first
 from lb.replay import ReplayBudget, ReplayBuffer
-from lb.server import ClientConnection, Request
+from lb.request import Request
+from lb.server import ClientConnection
 from lb.transport import WRITE_LIMIT
 from lb.upstream import UpstreamConnection
 

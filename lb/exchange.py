@@ -13,7 +13,8 @@ from lb.errors import AttemptError, BadRequest, ProxyError, Rejected, ResponseCu
 from lb.headers import request_id_of
 from lb.logs import Log
 from lb.metrics import Metrics
-from lb.server import ClientConnection, Request
+from lb.request import Request
+from lb.server import ClientConnection
 from lb.settings import AccessLog
 
 Outcome = Literal["ok", "client_error", "upstream_error", "lb_error", "client_closed"]

@@ -34,8 +34,9 @@ from lb.logs import Log
 from lb.metrics import Metrics
 from lb.replay import ReplayBudget
 from lb.replicas import Lease, Replica, ReplicaTable
+from lb.request import Request
 from lb.retry import RetryBudget, RetryPolicy, is_safe_to_resend
-from lb.server import ClientConnection, Request
+from lb.server import ClientConnection
 from lb.settings import Settings
 from lb.upstream import Pools, Response, UpstreamConnection
 from lb.wakeup import Wakeup

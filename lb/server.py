@@ -17,12 +17,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import StreamReader
-from aiohttp.http import HttpProcessingError, HttpVersion10, HttpVersion11, RawRequestMessage
+from aiohttp.http import HttpProcessingError, RawRequestMessage
 
 from lb.errors import BadRequest, ProxyError, Rejected
-from lb.headers import RawHeaders, first, own_answer, upgrade_protocol
+from lb.headers import first, own_answer
+from lb.request import Request
 from lb.transport import Connection
-from lb.wire import MAX_HEAD_BYTES, READ_LIMIT, fault_of, is_absurd, request_parser, status_of
+from lb.wire import MAX_HEAD_BYTES, READ_LIMIT, fault_of, request_parser, status_of
 
 # Requests that a client may have sent ahead (pipelined) before we stop reading from it.
 MAX_AHEAD = 8
@@ -36,87 +37,6 @@ SWEEP_SECONDS = 0.5
 # The end of each head, and of each chunked body.
 END = b"\r\n\r\n"
 LINE_END = re.compile(rb"[\r\n]+")
-# RFC 3986, section 3.2, without the user: whatever else a Host holds is answered 400 (RFC 9112, 3.2).
-HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
-
-
-class Request:
-    """One client request; `body` is None where it has none, and `refused` says why it cannot be served."""
-
-    __slots__ = (
-        "arrived",
-        "body",
-        "chunked",
-        "expects_continue",
-        "headers",
-        "host",
-        "is_http10",
-        "keep_alive",
-        "method",
-        "refused",
-        "target",
-        "upgrade",
-    )
-
-    def __init__(self, message: RawRequestMessage, body: StreamReader | None) -> None:
-        self.arrived = time.monotonic()
-        self.method: str = message.method
-        self.headers: RawHeaders = message.raw_headers
-        self.is_http10 = message.version == HttpVersion10
-        self.keep_alive = not message.should_close
-        self.chunked: bool = message.chunked
-        self.body = body
-        self.expects_continue = False
-        self.upgrade: bytes | None = None
-        self.target, self.host = _target_of(message)
-        self.refused = _refusal(message, self.host)
-        if not self.is_http10:
-            expect = first(self.headers, b"expect")
-            self.expects_continue = expect is not None and expect.lower() == b"100-continue"
-        if message.upgrade and not self.is_http10 and body is None:
-            self.upgrade = upgrade_protocol(self.headers)
-            if self.upgrade is not None and self.upgrade.lower() == b"h2c":
-                self.upgrade = None  # HTTP/2 is not spoken here; RFC 9113 withdrew this upgrade
-
-
-def _target_of(message: RawRequestMessage) -> tuple[bytes, bytes]:
-    """The target in origin form, and the authority.
-
-    An absolute target (RFC 9112, section 3.2.2) gives the Host that the replica sees; it never
-    says where we connect to.
-    """
-    target = message.path.encode("utf-8", "surrogateescape")
-    host = first(message.raw_headers, b"host") or b""
-    if target.startswith(b"/") or target == b"*" or message.method == "CONNECT":
-        return target, host
-    authority, slash, path = target.partition(b"://")[2].partition(b"/")
-    authority, question, query = authority.partition(b"?")
-    if message.method == "OPTIONS" and not (slash or question):
-        return b"*", authority.rpartition(b"@")[2]  # RFC 9112, section 3.2.4
-    return (slash + path if slash else b"/" + question + query), authority.rpartition(b"@")[2]
-
-
-def _refusal(message: RawRequestMessage, host: bytes) -> BadRequest | None:
-    """Why a request that the parser took is not served all the same."""
-    if message.method == "CONNECT":
-        return BadRequest("CONNECT is for forward proxies; this is a load balancer", status=405)
-    if message.version not in (HttpVersion10, HttpVersion11):
-        return BadRequest("only HTTP/1.0 and HTTP/1.1 are spoken here", status=505)
-    if not HOST.fullmatch(host):
-        return BadRequest("the Host is not valid")
-    codings = [v for k, v in message.raw_headers if k.lower() == b"transfer-encoding"]
-    if codings and message.version == HttpVersion10:
-        # RFC 9112, section 6.1: its framing is to be taken for faulty.
-        return BadRequest("Transfer-Encoding in an HTTP/1.0 request")
-    if codings and [coding.lower() for coding in codings] != [b"chunked"]:
-        return BadRequest("a Transfer-Encoding other than chunked is not supported", status=501)
-    length = first(message.raw_headers, b"content-length")
-    if length is not None and is_absurd(length):
-        return BadRequest("the Content-Length is out of all proportion", status=413)
-    expect = first(message.raw_headers, b"expect")
-    if expect is not None and expect.lower() != b"100-continue":
-        return BadRequest("an Expect other than 100-continue cannot be met", status=417)
-    return None
 
 
 Handler = Callable[[Request, "ClientConnection"], Awaitable[None]]
@@ -437,7 +357,6 @@ class Server:
         self._connections: set[ClientConnection] = set()
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
-        self._changed: asyncio.Event | None = None
 
     async def start(
         self, host: str, port: int, tls: ssl.SSLContext | None
