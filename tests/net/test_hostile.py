@@ -258,6 +258,16 @@ def test_a_body_that_breaks_its_rules_under_way_ends_the_request(name: str, site
     assert site.balancer.metric("replica_set_changes_total", change="ejected") == 0
 
 
+def test_a_bad_body_that_comes_with_its_head_waits_for_no_replica(
+    start_balancer: StartBalancer,
+) -> None:
+    balancer = start_balancer(no_replica_wait="10s")
+    with balancer.client(timeout=3.0) as client:
+        client.send(BAD_CHUNKS["chunk b'5 5\\r\\nhello\\r\\n'"])
+        assert refused(client).status == 400
+    assert balancer.metric("requests_total") == 1
+
+
 def test_requests_ahead_of_a_bad_one_are_served_and_those_behind_it_are_not(site: Site) -> None:
     before = len(site.replica.requests)
     with site.balancer.client() as client:
@@ -645,10 +655,13 @@ def test_a_replica_that_sends_its_head_byte_by_byte_is_served(site: Site) -> Non
 
 
 def test_a_client_that_leaves_in_its_head_or_body_is_no_failure(site: Site) -> None:
+    before = len(site.replica.requests)
+    with site.balancer.client() as client:
+        client.send(GET)
     site.replica.behave(stall())
-    for data in (GET, request("POST", headers={"Content-Length": "5"}) + b"a"):
-        with site.balancer.client() as client:
-            client.send(data)
+    with site.balancer.client() as client:
+        client.send(request("POST", headers={"Content-Length": "5"}) + b"a")
+        site.replica.wait_for(lambda: len(site.replica.requests) > before)
     site.balancer.wait_for(lambda: not len(site.balancer.balancer.server))
     assert site.balancer.in_flight() == 0
     assert site.balancer.get().status == 200
