@@ -439,10 +439,31 @@ def test_when_its_time_is_over_one_lease_probes_it_and_the_others_avoid_it() -> 
 def test_a_probe_whose_client_leaves_makes_room_for_the_next() -> None:
     table = table_of("a", "b")
     a = fail(table, 0.0)
-    lease_of(table, 1.0).release()
+    b = next(replica for replica in table if replica is not a)
+    lease_of(table, 1.0, b).release()
     assert (a.ejected, a.probing, a.avoided(1.0)) == (True, False, False)
-    second = lease_of(table, 1.0, replica_of(table, "b"))
-    assert a.probe is second
+    second = lease_of(table, 1.0, b)
+    assert (a.probe, a.probing, a.avoided(1.0)) == (second, True, True)
+
+
+def test_a_probe_keeps_its_role_though_a_last_resort_joins_it() -> None:
+    table = table_of("a")
+    fail(table, 0.0)
+    probe, beside = lease_of(table, 1.0), lease_of(table, 1.0)
+    beside.release()
+    assert probe.replica.probe is probe
+    assert probe.replica.avoided(1.0)
+
+
+def test_a_lease_on_a_replica_that_is_not_ejected_is_no_probe() -> None:
+    table = table_of("a")
+    lease = lease_of(table, 0.0)
+    assert not lease.replica.probing
+    table.failed(lease, 0.0, unreachable=False)
+    probe = lease_of(table, 1.0)
+    assert probe.replica.probing
+    table.answered(probe)
+    assert not probe.replica.probing
 
 
 def test_an_opened_connection_restores_what_could_not_be_connected_to() -> None:
@@ -502,12 +523,13 @@ def test_an_answer_of_a_replica_that_is_not_ejected_forgets_its_failures() -> No
 
 def test_with_only_ejected_replicas_left_the_one_that_failed_longest_ago_is_asked() -> None:
     table = table_of("a", "b", "c", policy=round_robin(None))
-    order = [fail(table, now / 10) for now in range(3)]
-    assert {replica.url for replica in order} == {"a", "b", "c"}
+    leases = {lease.replica.url: lease for lease in (lease_of(table, 0.0) for _ in range(3))}
+    for now, url in enumerate("bca"):  # not in the order of their leases
+        table.failed(leases[url], now / 10, unreachable=True)
     asked: list[Replica] = []
     for _ in range(3):
         asked.append(lease_of(table, 0.5, *asked).replica)
-    assert asked == order
+    assert [replica.url for replica in asked] == ["b", "c", "a"]
     assert table.lease(0.5, tried=asked) is None
 
 
@@ -549,6 +571,8 @@ def test_counts_tell_states_and_ejections_apart() -> None:
     fail(table, 0.0)
     table.apply([], 0.0)
     assert table.counts() == {"serving": 0, "held": 2, "draining": 1, "ejected": 1}
+    table.apply(ready("b"), 1.0)
+    assert table.counts() == {"serving": 1, "held": 0, "draining": 2, "ejected": 1}
     assert len(table) == 3
 
 

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -18,6 +19,9 @@ from lb.policies import POLICIES
 from lb.replicas import Lease, Replica, ReplicaTable, State, TableChange
 
 URLS = ("a", "b", "c", "d")
+SPANS = st.sampled_from([0.25, 1.0, 2.0, 5.0, 30.0, 600.0])
+SHORT_SPANS = st.sampled_from([0.0, 0.25, 1.0])
+OUTCOMES = ["refused", "reset", "answered", "left"]
 ACCELERATORS = st.sampled_from([None, "A100", "L4"])
 
 
@@ -90,7 +94,7 @@ class TableMachine(RuleBasedStateMachine):
 
     # --- events ---------------------------------------------------------------------------------
 
-    @rule(seconds=st.sampled_from([0.25, 1.0, 2.0, 5.0, 30.0, 600.0]))
+    @rule(seconds=SPANS)
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
@@ -191,6 +195,42 @@ class TableMachine(RuleBasedStateMachine):
         known.failures = 0
         assert self.table.answered(lease) == known.restore()
 
+    # --- events that mean most one after the other ----------------------------------------------
+
+    @rule(attempts=st.lists(st.tuples(st.sampled_from(OUTCOMES), SHORT_SPANS), max_size=5))
+    def one_request(self, attempts: list[tuple[str, float]]) -> None:
+        """As the proxy does it: on to another replica after a failure, until all were tried."""
+        tried: set[str] = set()
+        for outcome, seconds in attempts:
+            lease = self.lease(tried)
+            if not isinstance(lease, Lease):
+                break
+            self.time_passes(seconds)
+            if outcome == "refused":
+                self.attempt_fails(lease, refused=True)
+            elif outcome == "reset":
+                self.connection_opens(lease)
+                self.attempt_fails(lease, refused=False)
+            elif outcome == "answered":
+                self.replica_answers(lease)
+            self.release(lease)
+            tried.add(lease.replica.url)
+
+    @rule(spans=st.lists(SPANS, max_size=3))
+    def the_list_stays_empty(self, spans: list[float]) -> None:
+        self.sync_brings_an_empty_list()
+        for seconds in spans:
+            self.time_passes(seconds)
+            self.sync_brings_an_empty_list()
+
+    @rule(url=st.sampled_from(URLS), spans=st.lists(SPANS, max_size=3))
+    def one_replica_leaves(self, url: str, spans: list[float]) -> None:
+        self.sync([(other, None) for other in URLS if other != url])
+        for seconds in spans:
+            self.retire()
+            self.time_passes(seconds)
+        self.retire()
+
     # --- what holds at all times ----------------------------------------------------------------
 
     @invariant()
@@ -216,6 +256,7 @@ class TableMachine(RuleBasedStateMachine):
             for now in (self.now, self.now + 1.0):
                 assert replica.avoided(now) == known.avoided(now)
             assert replica.probing == (known.probe in known.leases)
+            assert not replica.probing or replica.probe is known.probe
         assert all(known.real and known.real.state is State.RETIRED for known in self.gone)
 
     @invariant()
@@ -249,4 +290,5 @@ class TableMachine(RuleBasedStateMachine):
                 assert all(self.known[replica.url].real is replica for replica in replicas)
 
 
-TestTable = TableMachine.TestCase
+# Hypothesis looks for the shortest history that fails for up to 300 s.
+TestTable = pytest.mark.timeout(400)(TableMachine.TestCase)
