@@ -243,7 +243,8 @@ class BudgetMachine(RuleBasedStateMachine):
         assert self.budget.wall == self.arrived + self.total_timeout
 
 
-TestBudget = BudgetMachine.TestCase
+# Hypothesis looks for the shortest history that fails for up to 300 s.
+TestBudget = pytest.mark.timeout(400)(BudgetMachine.TestCase)
 
 
 # --- as the proxy drives it ---------------------------------------------------------------------
