@@ -309,7 +309,9 @@ def test_a_bad_pair_keeps_the_old_one_and_is_told_once(
     tmp_path: Path,
     replica_factory: ReplicaFactory,
     start_balancer: StartBalancer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(lb.app, "WATCH_SECONDS", 0.05)
     used = pair.copy_to(tmp_path)
     balancer = start_balancer(replica_factory(), **used.settings)
     change(tmp_path, other)
@@ -317,7 +319,7 @@ def test_a_bad_pair_keeps_the_old_one_and_is_told_once(
     assert cause in line["cause"]
     assert line["level"] == "error"
     assert served(balancer) == pair.der
-    time.sleep(1.2)  # two more looks at the files
+    time.sleep(0.2)  # some more looks at the files
     assert len(balancer.log.named("tls.reload_failed")) == 1
     other.copy_to(tmp_path)
     balancer.log.wait_for("tls.reloaded")

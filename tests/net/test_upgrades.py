@@ -18,6 +18,7 @@ import anyio.to_thread
 import pytest
 from aiohttp import web
 
+import lb.app
 import lb.websocket
 from controller_client.testing import (
     Behaviour,
@@ -595,6 +596,13 @@ def test_a_running_connection_outlives_its_replica_in_the_list(
 # --- drain ------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def short_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drain without the second in which new requests are still taken."""
+    monkeypatch.setattr(lb.app, "LAST_CALL_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("short_last_call")
 def test_a_drain_ends_websockets_with_1001(
     replica_factory: ReplicaFactory, start_balancer: StartBalancer
 ) -> None:
@@ -621,6 +629,7 @@ def test_a_drain_ends_websockets_with_1001(
     assert len(seen) == 8, "the client's own close frame came after ours"
 
 
+@pytest.mark.usefixtures("short_last_call")
 def test_a_drain_waits_for_the_end_of_a_frame(
     replica_factory: ReplicaFactory, start_balancer: StartBalancer
 ) -> None:
@@ -647,6 +656,7 @@ def test_a_drain_waits_for_the_end_of_a_frame(
     balancer.log.wait_for("drain.finished")
 
 
+@pytest.mark.usefixtures("short_last_call")
 def test_a_drain_leaves_a_close_of_their_own_alone(
     replica_factory: ReplicaFactory, start_balancer: StartBalancer
 ) -> None:
@@ -677,6 +687,7 @@ def test_a_drain_leaves_a_close_of_their_own_alone(
         assert client.ended()
 
 
+@pytest.mark.usefixtures("short_last_call")
 def test_a_drain_gives_both_sides_time_but_not_for_ever(
     replica_factory: ReplicaFactory,
     start_balancer: StartBalancer,
@@ -707,17 +718,18 @@ def test_a_websocket_that_opens_while_we_drain(
         assert client.read(4) == AWAY
 
 
+@pytest.mark.usefixtures("short_last_call")
 def test_a_drain_lets_other_protocols_run_until_its_time_is_over(
     replica_factory: ReplicaFactory, start_balancer: StartBalancer
 ) -> None:
     a = replica_factory()
     a.behave(switch(protocol=b"tcp"))
-    balancer = start_balancer(a, drain_timeout="2s")
+    balancer = start_balancer(a, drain_timeout="1s")
     with balancer.client() as client:
         upgraded(client, protocol="tcp")
         balancer.call(balancer.balancer.drain)
         balancer.wait_for(lambda: balancer.balancer.server.draining)
-        time.sleep(1.2)  # past the last call
+        time.sleep(0.3)  # past the last call
         client.send(b"still here")
         assert client.read(10) == b"still here"
         with pytest.raises(Closed):
@@ -797,6 +809,7 @@ async def test_aiohttps_own_client_and_server(
 
 
 @pytest.mark.anyio
+@pytest.mark.usefixtures("short_last_call")
 async def test_a_drain_as_aiohttps_own_client_and_server_see_it(
     fake_controller: FakeController,
 ) -> None:

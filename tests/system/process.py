@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tests.net.harness import Answer, LogLines, RawClient, request
 
@@ -46,6 +47,12 @@ def refused(controller_url: str, *options: str) -> tuple[int, str]:
     (line,) = ended.stderr.splitlines()
     assert line.startswith("skyserve-lb: ")
     return ended.returncode, line.removeprefix("skyserve-lb: ")
+
+
+def end_at_once(process: subprocess.Popen[Any]) -> None:
+    """Two signals: the second cuts the drain short. Of one kind they might arrive as one."""
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
 
 
 class Serve:
