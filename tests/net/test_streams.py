@@ -287,7 +287,7 @@ def test_curl_tells_that_the_answer_was_cut(
 ) -> None:
     a = replica_factory()
     gate = threading.Event()
-    a.behave(dies(framing, how, gate))
+    a.behave_always(dies(framing, how, gate))
     balancer = start_balancer(a)
     host, port = balancer.address
     with subprocess.Popen(
@@ -301,6 +301,8 @@ def test_curl_tells_that_the_answer_was_cut(
         rest, why = curl.communicate(timeout=20)
     assert curl.returncode in (18, 56), why
     assert rest == b""
+    assert balancer.metric("requests_total", outcome="upstream_error") == 1
+    assert balancer.metric("retries_total") == 0
 
 
 def test_an_answer_that_goes_on_until_the_end_ends_cleanly(
