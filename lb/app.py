@@ -21,7 +21,7 @@ from controller_client.client import ControllerClient
 from lb.admin import Admin
 from lb.arrivals import Arrivals
 from lb.certificates import ServerCertificate, describe, describe_ca, replica_context
-from lb.errors import ProxyError
+from lb.errors import BadRequest, Rejected
 from lb.logs import Log
 from lb.metrics import Metrics
 from lb.policies import POLICIES
@@ -204,12 +204,10 @@ class Balancer:
     def _first_answer(self) -> None:
         self.proxy.synced = True
 
-    def _refused(self, error: ProxyError) -> None:
+    def _refused(self, error: BadRequest | Rejected) -> None:
         """A client was refused before it made a request."""
-        overload = error.status == 503
-        self.metrics.rejected("overload" if overload else "bad_request")
-        outcome = "lb_error" if overload else "client_error"
-        self.metrics.request_finished(outcome, error.status, "other", 0.0, None)
+        self.metrics.rejected(error.reason)
+        self.metrics.request_finished(error.outcome, error.status, "other", 0.0, None)
 
     def _not_ready(self) -> str | None:
         if self.server.draining:

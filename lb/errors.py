@@ -1,4 +1,4 @@
-"""The error tree of the data path: whose fault, in which phase, may it be sent again; one map to status codes.
+"""The error tree of the data path: whose fault, may it be sent again, and which status the client is told.
 
 Pure. `lb.upstream` turns what the operating system, the TLS layer and the HTTP parser raise into
 these; nothing above it sees any other kind.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import ClassVar, Literal
 
+# How a request ended, and whose fault that is.
+Outcome = Literal["ok", "client_error", "upstream_error", "lb_error", "client_closed"]
 UpstreamReason = Literal[
     "connect_refused",
     "connect_timeout",
@@ -43,10 +45,12 @@ class Resend(Enum):
 class ProxyError(Exception):
     """A request that cannot be answered by a replica; `status` and `detail` are what the client is told.
 
-    `detail` never carries a header value, a query or a body.
+    `detail` never carries a header value, a query or a body. `outcome` says whose fault it is.
     """
 
     status: int = 500
+    outcome: ClassVar[Outcome] = "lb_error"
+    reason: str = "internal"
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail)
@@ -55,6 +59,9 @@ class ProxyError(Exception):
 
 class BadRequest(ProxyError):
     """The client's fault: the request is malformed or asks for what a reverse proxy does not do."""
+
+    outcome = "client_error"
+    reason: RejectReason = "bad_request"
 
     def __init__(self, detail: str, *, status: int = 400) -> None:
         super().__init__(detail)
@@ -65,6 +72,7 @@ class Rejected(ProxyError):
     """Our own refusal: no replica was asked, or none of them could be reached."""
 
     status = 503
+    reason: RejectReason
 
     def __init__(self, reason: RejectReason, detail: str, *, retry_after: int = 1) -> None:
         super().__init__(detail)
@@ -76,6 +84,7 @@ class AttemptError(ProxyError):
     """One send to one replica that failed; base of the upstream side of the tree."""
 
     status = 502
+    outcome = "upstream_error"
     reason: UpstreamReason = "protocol"
     resend: ClassVar[Resend] = Resend.NEVER
     retry_reason: ClassVar[RetryReason] = "reset_before_response"
@@ -131,6 +140,8 @@ class TimedOut(AttemptError):
 
 class ResponseCut(Exception):
     """The replica's answer broke off after the commit point: the client's connection must be aborted."""
+
+    outcome: ClassVar[Outcome] = "upstream_error"
 
     def __init__(self, reason: UpstreamReason, detail: str) -> None:
         super().__init__(detail)

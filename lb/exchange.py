@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Literal
 
-from lb.errors import AttemptError, BadRequest, ProxyError, Rejected, ResponseCut
+from lb.errors import Outcome, ProxyError, ResponseCut
 from lb.headers import request_id_of
 from lb.logs import Log
 from lb.metrics import Metrics
@@ -17,7 +16,6 @@ from lb.request import Request
 from lb.server import ClientConnection
 from lb.settings import AccessLog
 
-Outcome = Literal["ok", "client_error", "upstream_error", "lb_error", "client_closed"]
 # What an access log shows for a client that left before the head (nginx's number).
 CLIENT_CLOSED_REQUEST = 499
 
@@ -39,7 +37,6 @@ class Exchange:
         "request",
         "request_id",
         "status",
-        "uploading",
         "waited",
         "waiting",
     )
@@ -60,7 +57,6 @@ class Exchange:
         self.waiting = False
         self.first_send: float | None = None
         self.first_byte: float | None = None
-        self.uploading = False
 
     @property
     def committed(self) -> bool:
@@ -81,20 +77,15 @@ class Exchange:
 
     def failed(self, error: ProxyError | ResponseCut) -> None:
         """No answer of a replica, or not all of it."""
-        if isinstance(error, BadRequest):
-            self.outcome, self.reason = "client_error", "bad_request"
-        elif isinstance(error, Rejected):
-            self.outcome, self.reason = "lb_error", error.reason
-        elif isinstance(error, (AttemptError, ResponseCut)):
-            self.outcome, self.reason = "upstream_error", error.reason
+        self.outcome, self.reason = error.outcome, error.reason
 
-    def left(self) -> str:
-        """The client left; the phase in which it did."""
+    def left(self, *, uploading: bool) -> str:
+        """The client left, with its body on the way (`uploading`) or not; the phase in which it did."""
         self.outcome, self.reason = "client_closed", "client_closed"
         if self.committed:
             return "streaming"
         self.status = CLIENT_CLOSED_REQUEST
-        return "request_body" if self.uploading else "before_head"
+        return "request_body" if uploading else "before_head"
 
     def finish(self, metrics: Metrics, log: Log, access_log: AccessLog) -> None:
         """The one exit of every request."""

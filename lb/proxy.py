@@ -219,7 +219,6 @@ class Proxy:
         if exchange.first_send is None:
             exchange.first_send = time.monotonic()
         upload.start(connection, head)
-        exchange.uploading = not upload.finished
         while True:
             response = await connection.answer()
             if response.status == 101 and request.upgrade is None:
@@ -376,7 +375,7 @@ class Proxy:
             self._metrics.rejected(error.reason)
             extra.append((b"Retry-After", b"%d" % error.retry_after))
         elif isinstance(error, BadRequest):
-            self._metrics.rejected("bad_request")
+            self._metrics.rejected(error.reason)
         else:
             self._metrics.retries_exhausted()
             detail = f"{detail} ({exchange.attempts} attempts)"
@@ -399,8 +398,8 @@ class Proxy:
         exchange.client.abort(reset=True)
 
     def _client_left(self, exchange: Exchange, upload: Upload) -> None:
-        exchange.uploading = not upload.finished
-        self._metrics.client_disconnected(exchange.left())
+        phase = exchange.left(uploading=not upload.finished)
+        self._metrics.client_disconnected(phase)
 
     def _unforeseen(self, exchange: Exchange, error: Exception) -> None:
         """A fault of ours. Its place is logged; its message might hold what a client sent."""

@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError, RawRequestMessage
 
-from lb.errors import BadRequest, ProxyError, Rejected
+from lb.errors import BadRequest, Rejected
 from lb.headers import first, own_answer
 from lb.request import Request
 from lb.transport import Connection
@@ -145,11 +145,11 @@ class ClientConnection(Connection):
         if len(self._requests) < MAX_AHEAD:
             super().resume_reading()
 
-    def refuse(self, error: ProxyError, extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+    def refuse(self, error: BadRequest | Rejected) -> None:
         """Answer what never became a request, and say that the connection ends."""
         self._server.refused(error)
         body = json.dumps({"detail": error.detail}).encode()
-        self.write(own_answer(error.status, body, close=True, extra=extra))
+        self.write(own_answer(error.status, body, close=True))
 
     def _linger(self) -> None:
         """Close, but read on for a while: closing with unread bytes would destroy the answer."""
@@ -230,14 +230,13 @@ class ClientConnection(Connection):
                 self._take(message, body)
         if messages or in_body:
             self._head_bytes = 0
+            self._renew_parser(upgraded)
         else:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._reject(
                     BadRequest(f"the head is longer than {MAX_HEAD_BYTES} bytes", status=431)
                 )
-        if messages or in_body:
-            self._renew_parser(upgraded)
         if rest:
             self.data_received(rest)
 
@@ -346,7 +345,7 @@ class Server:
         header_timeout: float,
         keepalive_timeout: float,
         max_connections: int,
-        refused: Callable[[ProxyError], None],
+        refused: Callable[[BadRequest | Rejected], None],
     ) -> None:
         self.handler = handler
         self.header_timeout = header_timeout
