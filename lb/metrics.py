@@ -17,8 +17,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
 
+from controller_client.errors import SyncFailure
 from lb import __version__
-from lb.errors import RejectReason, RetryReason, UpstreamReason
+from lb.errors import Outcome, RejectReason, RetryReason, UpstreamReason
 
 Series = TypeVar("Series", bound=MetricWrapperBase)
 
@@ -32,7 +33,7 @@ CONNECT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 # What a method label may be: any other token of a client is "other", so that the set stays closed.
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-OUTCOMES = ("ok", "client_error", "upstream_error", "lb_error", "client_closed")
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 @dataclass
@@ -176,10 +177,7 @@ class Metrics:
             (self._retries, get_args(RetryReason)),
             (self._upstream_errors, get_args(UpstreamReason)),
             (self._disconnects, ("request_body", "before_head", "streaming")),
-            (
-                self._syncs,
-                ("ok", "empty", "timeout", "connect_error", "http_error", "bad_payload"),
-            ),
+            (self._syncs, ("ok", "empty", *get_args(SyncFailure))),
             (
                 self._changes,
                 ("added", "removed", "held", "released", "revived", "ejected", "restored"),
@@ -295,50 +293,53 @@ class _StateCollector:
 
     def collect(self) -> Iterable[Metric]:
         gauges = self._metrics.gauges
-        yield self._gauge("replicas", "Replicas, by state.", ("state",), _single(gauges.replicas()))
-        yield self._gauge(
+        yield self._family(
+            "replicas", "Replicas, by state.", ("state",), _single(gauges.replicas())
+        )
+        yield self._family(
             "replica_inflight_requests",
             "Requests that a replica is working on.",
             ("replica",),
             _single(gauges.replica_inflight()),
         )
-        yield self._gauge(
+        yield self._family(
             "pool_connections",
             "Open connections to replicas, by state.",
             ("state",),
             _single(gauges.pool_connections()),
         )
-        yield self._gauge(
+        yield self._family(
             "inflight_requests", "Client requests in flight.", (), {(): gauges.inflight()}
         )
-        yield self._gauge(
+        yield self._family(
             "inflight_oldest_seconds",
             "Age of the oldest client request in flight; 0 without one.",
             (),
             {(): gauges.inflight_oldest_seconds()},
         )
-        yield self._gauge(
+        yield self._family(
             "arrivals_pending",
             "Arrivals not yet reported to the controller.",
             (),
             {(): gauges.arrivals_pending()},
         )
-        yield self._gauge("draining", "1 while shutting down.", (), {(): int(gauges.draining())})
+        yield self._family("draining", "1 while shutting down.", (), {(): int(gauges.draining())})
         not_after = gauges.certificate_not_after()
         if not_after is not None:
-            yield self._gauge(
+            yield self._family(
                 "tls_certificate_not_after_timestamp_seconds",
                 "Unix time at which the certificate of the data port expires; absent without TLS.",
                 (),
                 {(): not_after},
             )
-        yield self._counter(
+        yield self._family(
             "arrivals_dropped",
             "Arrivals that were given up before they could be reported.",
             ("reason",),
             _single(gauges.arrivals_dropped()),
+            CounterMetricFamily,
         )
-        yield self._counter(
+        yield self._family(
             "replica_requests",
             "Finished requests of each replica, by how they ended.",
             ("replica", "outcome"),
@@ -347,28 +348,18 @@ class _StateCollector:
                 for replica, outcomes in self._metrics.live_replicas(gauges.now())
                 for outcome, count in outcomes.items()
             },
+            CounterMetricFamily,
         )
 
-    def _gauge(
+    def _family(
         self,
         name: str,
         text: str,
         labels: tuple[str, ...],
         values: Mapping[tuple[str, ...], float],
+        kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
     ) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=("service", *labels))
-        for key, value in values.items():
-            family.add_metric((self._metrics.service, *key), value)
-        return family
-
-    def _counter(
-        self,
-        name: str,
-        text: str,
-        labels: tuple[str, ...],
-        values: Mapping[tuple[str, ...], float],
-    ) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, text, labels=("service", *labels))
+        family = kind(PREFIX + name, text, labels=("service", *labels))
         for key, value in values.items():
             family.add_metric((self._metrics.service, *key), value)
         return family
