@@ -1,7 +1,7 @@
 """Arrivals: the timestamps of client requests on their way to the controller's autoscaler.
 
-Pure. The syncer takes a batch, reports it, and then either commits it or, after a failed sync,
-restores it. So each arrival is reported at least once if its sync can be.
+Pure. The syncer takes a batch and reports it; after a failed sync it restores the batch. So each
+arrival is reported at least once if its sync can be.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ import random
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Protocol
 
+from controller_client.protocol import ReadyReplica
 from lb.policies import SelectionPolicy
 
 FIRST_EJECTION_SECONDS = 1.0
@@ -50,15 +50,6 @@ class State(Enum):
 
 
 ROUTABLE = (State.SERVING, State.HELD)
-
-
-class ReadyReplica(Protocol):
-    """One entry of the ready list."""
-
-    @property
-    def url(self) -> str: ...
-    @property
-    def accelerator(self) -> str | None: ...
 
 
 class Replica:

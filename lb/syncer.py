@@ -13,7 +13,7 @@ from controller_client.protocol import ReadyList
 from lb.arrivals import Arrivals
 from lb.logs import Log
 from lb.metrics import Metrics
-from lb.replicas import Replica, ReplicaTable, TableChange
+from lb.replicas import Replica, ReplicaTable, State, TableChange
 from lb.upstream import Pools
 from lb.wakeup import Wakeup
 
@@ -97,7 +97,7 @@ class Syncer:
         if ready.skipped and ready.skipped != self._skipped:
             self._log.warning("list.entry_skipped", entries=list(ready.skipped))
         self._skipped = ready.skipped
-        was_held = any(replica.state.value == "held" for replica in self._table)
+        was_held = any(replica.state is State.HELD for replica in self._table)
         change = self._table.apply(ready.replicas, time.monotonic())
         for replica in change.added:
             self._metrics.replica_added(self._pools.open(replica).name)

@@ -1,6 +1,6 @@
 """aiohttp's HTTP/1.1 parsers, set up for a proxy: nothing unpacked, wide limits, faults in safe words.
 
-The only module that knows their signatures.
+The only module that makes them, and that knows their words for a fault.
 """
 
 from __future__ import annotations
