@@ -62,7 +62,6 @@ class Log:
             processors=[
                 structlog.processors.add_log_level,
                 structlog.processors.TimeStamper(fmt="iso", utc=True),
-                structlog.processors.format_exc_info,
                 render,
             ],
             wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),

@@ -29,7 +29,7 @@ from lb.errors import (
     StaleConnection,
     UpstreamReason,
 )
-from lb.headers import RawHeaders, has_no_body
+from lb.headers import RawHeaders, has, has_no_body
 from lb.metrics import Metrics
 from lb.replicas import Replica
 from lb.transport import Connection
@@ -155,7 +155,6 @@ class UpstreamConnection(Connection):
         self._keep = self._keep and not message.should_close
         if status >= 200:
             self._body = None if bodiless else body
-        names = {name.lower() for name, _ in message.raw_headers}
         self._answers.append(
             Response(
                 status=status,
@@ -163,7 +162,9 @@ class UpstreamConnection(Connection):
                 headers=message.raw_headers,
                 body=None if bodiless else body,
                 chunked=message.chunked,
-                until_eof=not (bodiless or message.chunked or b"content-length" in names),
+                until_eof=not (
+                    bodiless or message.chunked or has(message.raw_headers, b"content-length")
+                ),
             )
         )
         self._wake()
