@@ -113,18 +113,15 @@ class ClientConnection(Connection):
                 self._linger()
                 return
             if not request.keep_alive or self._server.draining:
-                break
+                self._end()
+                return
             self.busy = False
             self._since = time.monotonic()
             if request.upgrade is not None:
                 self._resume_parsing()
-        if self._fault is not None:
-            self.refuse(self._fault)
-            self._linger()
-        elif self._requests or self.after_upgrade or self._head_bytes:
-            self._linger()
-        else:
-            self.close()
+        assert self._fault is not None
+        self.refuse(self._fault)
+        self._linger()
 
     async def _next(self) -> Request | None:
         """The next request; None where none can follow."""
@@ -150,6 +147,13 @@ class ClientConnection(Connection):
         self._server.refused(error)
         body = json.dumps({"detail": error.detail}).encode()
         self.write(own_answer(error.status, body, close=True))
+
+    def _end(self) -> None:
+        """Close behind an answer that said so; what was sent ahead in vain is answered no more."""
+        if self._fault is not None or self._requests or self.after_upgrade or self._head_bytes:
+            self._linger()
+        else:
+            self.close()
 
     def _linger(self) -> None:
         """Close, but read on for a while: closing with unread bytes would destroy the answer."""
@@ -226,8 +230,7 @@ class ClientConnection(Connection):
             self._reject(_bad_request(error, data))
             return
         for message, body in messages:
-            if self._fault is None:
-                self._take(message, body)
+            self._take(message, body)
         if messages or in_body:
             self._head_bytes = 0
             self._renew_parser(upgraded)

@@ -704,6 +704,22 @@ async def echo(exchange: Exchange) -> None:
         await exchange.send(response(200, body))
 
 
+@pytest.mark.parametrize("ahead", [1, 100_000], ids=["few", "many"])
+def test_nothing_is_answered_behind_an_answer_that_says_close(
+    ahead: int, a: ScriptedReplica, balancer: RunningBalancer
+) -> None:
+    """And what was sent ahead in vain must not turn the end into an RST, which may destroy it."""
+    data = request(headers={"Connection": "close"}) + request() * ahead
+    with balancer.client() as client:
+        sender = threading.Thread(target=client.send, args=(data,))
+        sender.start()
+        answered = client.answer()
+        assert (answered.status, answered.values(b"connection")) == (200, [b"close"])
+        assert client.ended()
+        sender.join()
+    assert len(a.requests) == 1
+
+
 @pytest.mark.parametrize("piece", [1 << 20, 1000, 7])
 def test_pipelined_requests_are_answered_in_order(
     piece: int, a: ScriptedReplica, balancer: RunningBalancer

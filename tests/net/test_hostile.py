@@ -380,6 +380,15 @@ def test_a_head_that_drips_is_cut_in_time(
     assert len(a.requests) == 1
 
 
+def test_a_head_that_begins_in_the_segment_of_a_body_is_one_too(
+    replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    balancer = start_balancer(replica_factory(), header_timeout="500ms", keepalive_timeout="10s")
+    with balancer.client(timeout=5.0) as client:
+        assert client.ask(request("POST", body=b"x") + GET).status == 200
+        assert refused(client).status == 408
+
+
 def test_idle_connections_are_closed(
     replica_factory: ReplicaFactory, start_balancer: StartBalancer
 ) -> None:
@@ -620,7 +629,7 @@ def test_bytes_after_an_answer_are_nobodys_answer(site: Site) -> None:
         assert client.ask(request()).body == b"first"
         record = site.replica.requests[-1]
         seen.set()
-        site.replica.wait_for(lambda: record.peer_closed_at)
+        site.replica.wait_for(lambda: record.peer_closed_at, timeout=2.0)
         assert client.ask(request()).body == b"first"
         assert client.ask(request()).body == b"replica"
 
