@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import socket
@@ -93,7 +94,7 @@ class RunningBalancer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._thread.is_alive():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has drained by itself
             self.loop.call_soon_threadsafe(self.balancer.drain)
             self.loop.call_soon_threadsafe(self.balancer.drain)
         self._thread.join(PATIENCE_SECONDS)
