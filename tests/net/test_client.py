@@ -22,6 +22,7 @@ from controller_client.testing import (
     Answer,
     FakeController,
     ReplicaFactory,
+    answer,
     hang_up,
     raw,
     stall,
@@ -121,7 +122,7 @@ async def test_proxies_of_the_environment_are_not_used(
 async def test_cookies_are_not_kept(replica_factory: ReplicaFactory) -> None:
     controller = replica_factory("controller")
     controller.behave_always(
-        raw(b"HTTP/1.1 200 OK\r\nSet-Cookie: session=1\r\nContent-Length: 2\r\n\r\n{}")
+        answer(b'{"replica_info": {}}', headers=[(b"Set-Cookie", b"session=1")])
     )
     client = ControllerClient(f"http://localhost:{controller.port}")
     await client.sync([])

@@ -183,20 +183,23 @@ def test_pip_uninstall_leaves_skypilot_as_it_was(
 def test_an_interpreter_starts_no_later_for_the_hook_and_prints_nothing(
     wheel_python: Path,
 ) -> None:
+    """It took 0.6 ms of CPU time where it was measured; what it imports decides that."""
     (pth,) = wheel_python.parents[1].glob("lib/python3.*/site-packages/skyserve_lb.pth")
     # Without site, which would have run the line already; `os` it would have loaded in any case.
     code = (
-        "import os, sys, time; line = open(sys.argv[1]).read();"
-        "sys.path.append(os.path.dirname(sys.argv[1])); begun = time.process_time(); exec(line);"
-        "print(time.process_time() - begun, type(sys.meta_path[0]).__name__)"
+        "import os, sys; line = open(sys.argv[1]).read(); before = set(sys.modules);"
+        "sys.path.append(os.path.dirname(sys.argv[1])); exec(line);"
+        "print(type(sys.meta_path[0]).__name__, *sorted(set(sys.modules) - before))"
     )
-    seconds = []
-    for _ in range(25):
-        command = (str(wheel_python), "-S", "-c", code, str(pth))
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert (done.stdout.split()[1], done.stderr) == ("Finder", "")
-        seconds.append(float(done.stdout.split()[0]))
-    assert min(seconds) < 0.001
+    command = (str(wheel_python), "-S", "-c", code, str(pth))
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    finder, *imported = done.stdout.split()
+    assert (finder, done.stderr) == ("Finder", "")
+    assert imported == [
+        "controller_client",
+        "controller_client.skypilot",
+        "controller_client.skypilot.hook",
+    ]
 
     quiet = subprocess.run((str(wheel_python), "-c", ""), capture_output=True, check=True)
     assert (quiet.stdout, quiet.stderr) == (b"", b"")
