@@ -90,7 +90,7 @@ class _Sink:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except OSError:  # nobody reads it, or the disk is full: the next line may find room
+        except (OSError, UnicodeError):  # nobody reads it, the disk is full: the next may find room
             pass
 
     def flush(self) -> None:

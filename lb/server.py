@@ -146,7 +146,8 @@ class ClientConnection(Connection):
         """Answer what never became a request, and say that the connection ends."""
         self._server.refused(error)
         body = json.dumps({"detail": error.detail}).encode()
-        self.write(own_answer(error.status, body, close=True))
+        extra = [(b"Retry-After", b"%d" % error.retry_after)] if isinstance(error, Rejected) else []
+        self.write(own_answer(error.status, body, close=True, extra=extra))
 
     def _end(self) -> None:
         """Close behind an answer that said so; what was sent ahead in vain is answered no more."""

@@ -301,7 +301,7 @@ _AT_MOST = (
 )
 
 # These belong to the add-on for SkyPilot's controller, which shares the prefix.
-_HOOK = re.compile(ENV_PREFIX + r"HOOK(_\w+)?")
+_ADD_ON = frozenset({ENV_PREFIX + "HOOK", ENV_PREFIX + "REQUIREMENT"})
 # Kubernetes gives every container variables made of the names of the Services around it: one
 # called skyserve-lb makes SKYSERVE_LB_PORT=tcp://10.0.0.1:80 and six more. None is meant for us.
 _SERVICE_LINK = re.compile(
@@ -355,7 +355,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
         for name, text in environ.items()
         if name.startswith(ENV_PREFIX)
         and text
-        and not _HOOK.fullmatch(name)
+        and name not in _ADD_ON
         and not _SERVICE_LINK.fullmatch(f"{name}={text}")
     }
 

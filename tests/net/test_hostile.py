@@ -428,7 +428,9 @@ def test_connections_beyond_the_limit_are_told_so(
         for _ in range(3):
             with balancer.client() as too_many:
                 too_many.send(request("POST", body=b"x" * 100_000))
-                assert refused(too_many).status == 503
+                told = refused(too_many)
+                assert told.status == 503
+                assert told.values(b"retry-after") == [b"1"]
         for client in clients:
             assert client.ask(request()).status == 200
         assert balancer.metric("rejected_requests_total", reason="overload") == 3

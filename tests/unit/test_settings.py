@@ -196,7 +196,7 @@ def test_variables_without_the_prefix_are_not_read() -> None:
         ("SKYSERVE_LB_ADMIN_PORT", "tcp://10.0.0.1:9000"),
         ("SKYSERVE_LB_ADMIN_SERVICE_PORT", "9000"),
         ("SKYSERVE_LB_HOOK", "off"),
-        ("SKYSERVE_LB_HOOK_LOG", "x"),
+        ("SKYSERVE_LB_REQUIREMENT", "skyserve-lb"),
     ],
 )
 def test_variables_of_kubernetes_and_of_the_add_on_are_left_alone(variable: str, text: str) -> None:
