@@ -150,12 +150,15 @@ def response_head(
         lines.append(b"X-Request-Id: " + request_id)
     if chunked:
         lines.append(b"Transfer-Encoding: chunked")
-    if upgrade:
-        lines += (b"Connection: Upgrade", b"Upgrade: " + upgrade)
-    elif close:
-        lines.append(b"Connection: close")
+    options = [b"Upgrade"] if upgrade else []
+    if close:
+        options.append(b"close")
     elif keep_alive:
-        lines.append(b"Connection: keep-alive")
+        options.append(b"keep-alive")
+    if options:
+        lines.append(b"Connection: " + b", ".join(options))
+    if upgrade:
+        lines.append(b"Upgrade: " + upgrade)
     lines.append(b"\r\n")
     return b"\r\n".join(lines)
 

@@ -29,7 +29,7 @@ from lb.errors import (
     TimedOut,
 )
 from lb.exchange import Exchange
-from lb.headers import interim_head, own_answer, request_head, response_head
+from lb.headers import first, interim_head, own_answer, request_head, response_head
 from lb.logs import Log
 from lb.metrics import Metrics
 from lb.replay import ReplayBudget
@@ -256,6 +256,8 @@ class Proxy:
             chunked=chunked,
             close=not request.keep_alive,
             keep_alive=request.is_http10,
+            # A 426 must say what it wants instead (RFC 9110, section 15.5.22).
+            upgrade=first(response.headers, b"upgrade") if response.status == 426 else None,
         )
         exchange.commit(response.status)
         if response.body is None:

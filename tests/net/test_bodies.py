@@ -380,13 +380,19 @@ def test_what_a_replica_answered_is_read_though_writing_to_it_fails(
     """The write that meets the RST must not throw away the answer that came before it."""
     a = replica_factory()
     balancer = start_balancer(a)
-    a.behave(early(413, how="close"))
+    gate = threading.Event()
+
+    async def answer_and_close(exchange: Exchange) -> None:
+        await exchange.wait_for(gate)
+        await early(413, how="close")(exchange)
+
+    a.behave(answer_and_close)
     with balancer.client() as client:
         client.send(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n")
-        balancer.wait_for(lambda: balancer.balancer.proxy.running)
 
         def between() -> None:  # one turn of the loop: answer, RST and the next bytes are all here
-            a.wait_for(lambda: a.requests and not a.open_connections)
+            gate.set()
+            a.wait_for(lambda: not a.open_connections)
 
         a.wait_for(lambda: a.requests)
         blocked = threading.Thread(target=balancer.call, args=(between,))

@@ -49,7 +49,7 @@ def test_head_and_first_chunk_are_passed_on_at_once(
         assert client.chunk() == b""
 
 
-def test_nagle_is_off_on_both_sides(
+def test_nagle_is_off_and_keepalive_on_at_both_sides(
     replica_factory: ReplicaFactory, start_balancer: StartBalancer
 ) -> None:
     gate = threading.Event()
@@ -57,20 +57,25 @@ def test_nagle_is_off_on_both_sides(
     a.behave(stream([gate]))
     balancer = start_balancer(a)
 
-    def nodelay() -> list[int]:
+    def options() -> list[tuple[int, int]]:
         pools = balancer.balancer._pools._pools.values()
         upstream = [connection for pool in pools for connection in pool._open]
-        return [
-            connection.transport.get_extra_info("socket").getsockopt(
-                socket.IPPROTO_TCP, socket.TCP_NODELAY
-            )
+        sockets = [
+            connection.transport.get_extra_info("socket")
             for connection in (*balancer.balancer.server._connections, *upstream)
+        ]
+        return [
+            (
+                sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY),
+                sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+            )
+            for sock in sockets
         ]
 
     with balancer.client() as client:
         client.send(request())
         client.read_until(b"\r\n\r\n")
-        assert balancer.call(nodelay) == [1, 1]
+        assert balancer.call(options) == [(1, 1), (1, 1)]
         gate.set()
 
 

@@ -367,12 +367,19 @@ def test_a_refused_upgrade_leaves_the_connection_usable(
     status: int, replica_factory: ReplicaFactory, start_balancer: StartBalancer
 ) -> None:
     a = replica_factory()
-    a.behave(answer(b"no", status=status), answer(), answer(), switch())
+    a.behave(
+        answer(b"no", status=status, headers=[(b"Upgrade", b"websocket")]),
+        answer(),
+        answer(),
+        switch(),
+    )
     balancer = start_balancer(a)
     with balancer.client() as client:
         client.send(handshake() + request(target="/ahead"))
         refused = client.answer()
         assert (refused.status, refused.body) == (status, b"no")
+        # RFC 9110, section 15.5.22: a 426 says what it wants, and only there it crosses.
+        assert refused.values(b"upgrade") == ([b"websocket"] if status == 426 else [])
         assert client.answer().status == 200
         assert client.ask(request(target="/next")).status == 200
         upgraded(client)

@@ -413,13 +413,24 @@ def test_a_switch_of_protocols_names_the_protocol_and_nothing_else_of_the_connec
         b"Switching Protocols",
         headers,
         request_id=b"r",
-        close=True,
         upgrade=b"websocket",
     )
     assert lines_of(head) == [
         b"Sec-A: 1",
         b"X-Request-Id: r",
         b"Connection: Upgrade",
+        b"Upgrade: websocket",
+    ]
+
+
+def test_an_answer_that_asks_for_an_upgrade_may_close_as_well() -> None:
+    """RFC 9110, section 15.5.22: a 426 names the protocol."""
+    head = response_head(
+        426, b"Upgrade Required", [], request_id=b"r", close=True, upgrade=b"websocket"
+    )
+    assert lines_of(head) == [
+        b"X-Request-Id: r",
+        b"Connection: Upgrade, close",
         b"Upgrade: websocket",
     ]
 
