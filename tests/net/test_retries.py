@@ -11,6 +11,7 @@ from controller_client.testing import (
     ReplicaFactory,
     ScriptedReplica,
     answer,
+    cut,
     hang_up,
     reset,
     stale,
@@ -252,11 +253,6 @@ def never_answers(balancer: RunningBalancer, a: ScriptedReplica) -> None:
     a.behave_always(stall())
 
 
-def accepts_and_then_refuses(balancer: RunningBalancer, a: ScriptedReplica) -> None:
-    a.behave(reset())
-    a.wait_for(lambda: True)
-
-
 @pytest.mark.parametrize(
     ("break_it", "status"),
     [(refuses_for_ever, 503), (stalls_connects, None), (never_answers, 504)],
@@ -328,8 +324,6 @@ def test_an_idle_pool_is_used_evenly(
 def test_the_end_of_an_answer_that_is_cut_is_no_good_end(
     replica_factory: ReplicaFactory, start_balancer: StartBalancer
 ) -> None:
-    from controller_client.testing import cut
-
     a = replica_factory()
     a.behave(cut(b"half", declared=100))
     balancer = start_balancer(a)
