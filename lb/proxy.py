@@ -229,6 +229,7 @@ class Proxy:
             # no interim answers (RFC 9110, section 15.2).
             if response.status != 100 and not request.is_http10:
                 client.write(interim_head(response.status, response.reason, response.headers))
+                await client.drain()
 
     # --- from the commit point on ---------------------------------------------------------------
 

@@ -65,11 +65,14 @@ def _target_of(message: RawRequestMessage) -> tuple[bytes, bytes]:
     host = first(message.raw_headers, b"host") or b""
     if target.startswith(b"/") or target == b"*" or message.method == "CONNECT":
         return target, host
-    authority, slash, path = target.partition(b"://")[2].partition(b"/")
-    authority, question, query = authority.partition(b"?")
-    if message.method == "OPTIONS" and not (slash or question):
-        return b"*", authority.rpartition(b"@")[2]  # RFC 9112, section 3.2.4
-    return (slash + path if slash else b"/" + question + query), authority.rpartition(b"@")[2]
+    rest = target.partition(b"://")[2]
+    authority = re.split(rb"[/?#]", rest, maxsplit=1)[0]
+    path = rest[len(authority) :]
+    if not path and message.method == "OPTIONS":
+        path = b"*"  # RFC 9112, section 3.2.4
+    elif not path.startswith(b"/"):
+        path = b"/" + path
+    return path, authority.rpartition(b"@")[2]
 
 
 def _refusal(message: RawRequestMessage, host: bytes) -> BadRequest | None:

@@ -19,11 +19,12 @@ from typing import Any
 from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError, RawRequestMessage
 
+from lb.chunks import ChunkScanner
 from lb.errors import BadRequest, Rejected
 from lb.headers import first, own_answer
 from lb.request import Request
 from lb.transport import Connection
-from lb.wire import MAX_HEAD_BYTES, READ_LIMIT, fault_of, request_parser, status_of
+from lb.wire import END_OF_HEAD, MAX_HEAD_BYTES, READ_LIMIT, fault_of, request_parser, status_of
 
 # Requests that a client may have sent ahead (pipelined) before we stop reading from it.
 MAX_AHEAD = 8
@@ -34,8 +35,6 @@ LINGER_BYTES = 64 * 1024 * 1024
 # The same for connections that are too many: these are not counted, so they must be short.
 LINGER_REFUSED_SECONDS = 1.0
 SWEEP_SECONDS = 0.5
-# The end of each head, and of each chunked body.
-END = b"\r\n\r\n"
 LINE_END = re.compile(rb"[\r\n]+")
 
 
@@ -53,7 +52,8 @@ class ClientConnection(Connection):
         self._waiter: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._body: StreamReader | None = None  # of the newest request...
-        self._length = 0  # ...and its declared length, if it has one
+        self._length = 0  # ...and its declared length, if it has one...
+        self._chunks: ChunkScanner | None = None  # ...or its chunks
         self._fault: BadRequest | None = None
         self._head_bytes = 0
         self._since = time.monotonic()  # of being idle, or of the first byte of a head
@@ -189,16 +189,19 @@ class ClientConnection(Connection):
 
         Within one piece the parser drops what follows the head of an upgrade, takes the last
         trailer of a body for the first header of the next request, and forgets the requests ahead
-        of a bad one. That some cuts end nothing does no harm.
+        of a bad one.
         """
         if self._parser is None or self.after_upgrade is not None or self.tunnel is not None:
             return len(data)
         if self._length_left:
             return min(len(data), start + self._length_left)
+        if self._chunks is not None and self._body is not None and not self._body.is_eof():
+            end = self._chunks.end_in(data, start)
+            return len(data) if end is None else end
         if line_end := LINE_END.match(data, start):  # it may be the rest of an end
             return line_end.end()
-        found = data.find(END, start)
-        return len(data) if found < 0 else found + len(END)
+        found = data.find(END_OF_HEAD, start)
+        return len(data) if found < 0 else found + len(END_OF_HEAD)
 
     @property
     def _length_left(self) -> int:
@@ -235,7 +238,7 @@ class ClientConnection(Connection):
         if messages or in_body:
             self._head_bytes = 0
             self._renew_parser(upgraded)
-        else:
+        elif self._head_bytes or data.strip(b"\r\n"):  # empty lines go before a head: RFC 9112, 2.2
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._reject(
@@ -258,6 +261,7 @@ class ClientConnection(Connection):
             self._reject(request.refused)
             return
         self._length = int(length or b"0")
+        self._chunks = ChunkScanner() if request.chunked else None
         self._requests.append(request)
         if request.upgrade is not None:
             self.after_upgrade = b""  # what follows is the other protocol's, once it is agreed

@@ -29,13 +29,15 @@ from lb.errors import (
     StaleConnection,
     UpstreamReason,
 )
-from lb.headers import RawHeaders, has, has_no_body
+from lb.headers import RawHeaders, first, has, has_no_body
 from lb.metrics import Metrics
 from lb.replicas import Replica
 from lb.transport import Connection
-from lb.wire import check_answer, fault_of, response_parser
+from lb.wire import END_OF_HEAD, MAX_HEAD_BYTES, check_answer, fault_of, response_parser
 
 READ_SIZE = 256 * 1024
+# 1xx answers to one request that are passed on; a replica that sends more is not well.
+MAX_INTERIM = 100
 
 
 @dataclass(slots=True)
@@ -67,6 +69,9 @@ class UpstreamConnection(Connection):
         self._body: StreamReader | None = None
         self._failure: Exception | None = None
         self._answer_begun = False
+        self._head_bytes = 0  # of the answer's head, so far
+        self._interim = 0  # 1xx answers, so far
+        self._final = False  # is the head of the answer proper here?
         self._keep = True
         self._aborted = False
 
@@ -77,6 +82,9 @@ class UpstreamConnection(Connection):
         self._method = method
         self._parser = response_parser(self, method)
         self._answer_begun = False
+        self._head_bytes = 0
+        self._interim = 0
+        self._final = False
 
     async def answer(self) -> Response:
         """The next response head, interim (1xx) ones included.
@@ -135,26 +143,58 @@ class UpstreamConnection(Connection):
             self._feed(data)
 
     def _feed(self, data: bytes) -> None:
+        """Cut behind each head: in one piece with it, bytes that belong to no answer would spoil it."""
+        while data and self._failure is None:
+            if self._final and (self._body is None or self._body.is_eof()):
+                self._keep = False  # the answer was complete: these bytes belong to none
+                return
+            end = len(data)
+            if not self._final and (found := data.find(END_OF_HEAD)) >= 0:
+                end = found + len(END_OF_HEAD)
+            self._feed_piece(data[:end])
+            data = data[end:]
+            if self.after_upgrade is not None:
+                self.after_upgrade += data
+                return
+
+    def _feed_piece(self, data: bytes) -> None:
         self._answer_begun = True
         try:
             messages, upgraded, rest = self._parser.feed_data(data)
             for message, _ in messages:
                 check_answer(message)
         except HttpProcessingError as error:
-            self._fail("protocol", f"its answer is no valid HTTP ({fault_of(error)})")
-            self.abort()
+            self._refuse(f"its answer is no valid HTTP ({fault_of(error)})")
             return
         for message, body in messages:
             self._take(message, body)
         if upgraded:
             self.after_upgrade = rest
+        if not self._final:
+            self._head_bytes = 0 if messages else self._head_bytes + len(data)
+            self._interim += len(messages)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(f"the head of its answer is longer than {MAX_HEAD_BYTES} bytes")
+            elif self._interim > MAX_INTERIM:
+                self._refuse(f"it sent more than {MAX_INTERIM} interim answers")
+
+    def _refuse(self, what: str) -> None:
+        """Take no more of this answer; a head that was not passed on yet will not be."""
+        if self._body is not None and not self._body.is_eof():
+            self._answers.clear()
+        self._fail("protocol", what)
+        self.abort()
 
     def _take(self, message: RawResponseMessage, body: StreamReader) -> None:
         status = message.code
         bodiless = has_no_body(self._method, status)
         self._keep = self._keep and not message.should_close
         if status >= 200:
+            self._final = True
             self._body = None if bodiless else body
+            if bodiless and _announces_body(message):
+                # Some replicas do send it, and it would be read as the next answer.
+                self._keep = False
         self._answers.append(
             Response(
                 status=status,
@@ -230,6 +270,10 @@ class UpstreamConnection(Connection):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _announces_body(message: RawResponseMessage) -> bool:
+    return message.chunked or first(message.raw_headers, b"content-length") not in (None, b"0")
 
 
 class Pool:

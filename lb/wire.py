@@ -13,6 +13,8 @@ from aiohttp.http import (
     HttpProcessingError,
     HttpRequestParser,
     HttpResponseParser,
+    HttpVersion10,
+    HttpVersion11,
     RawResponseMessage,
 )
 from aiohttp.http_exceptions import (
@@ -29,6 +31,7 @@ MAX_HEADER_BYTES = 64 * 1024
 # ...and a whole head this long, in this many lines.
 MAX_HEAD_BYTES = 256 * 1024
 MAX_HEADERS = 512
+END_OF_HEAD = b"\r\n\r\n"
 # More digits than any length has. The parsers take 2**64 - 1 for no length at all, which the other
 # side does not: it would wait for that body, or take the messages that follow for a part of it.
 MAX_LENGTH_DIGITS = 18
@@ -73,6 +76,8 @@ def check_answer(message: RawResponseMessage) -> None:
 
     Raises HttpProcessingError.
     """
+    if message.version not in (HttpVersion10, HttpVersion11):
+        raise BadHttpMessage("neither HTTP/1.0 nor HTTP/1.1")
     if message.code < 100:
         raise BadHttpMessage("a status below 100")
     if "\0" in message.reason:
@@ -96,7 +101,7 @@ def fault_of(error: HttpProcessingError) -> str:
     """What the parser found, without the bytes that it quotes: they may be anybody's secret."""
     if isinstance(error, LineTooLong):
         if _is_target(error):
-            return f"the request target is longer than {MAX_TARGET_BYTES} bytes"
+            return f"the first line is longer than {MAX_TARGET_BYTES} bytes"
         return f"a header line is longer than {MAX_HEADER_BYTES} bytes"
     if isinstance(error, InvalidHeader):
         return "a header is not valid"

@@ -140,6 +140,8 @@ def test_the_target_arrives_as_it_was_sent(
         ("GET http://other:81/p?q", b"/p?q", b"other:81"),
         ("GET http://other", b"/", b"other"),
         ("GET http://other?q", b"/?q", b"other"),
+        ("GET http://other?x=a/b", b"/?x=a/b", b"other"),
+        ("GET http://other?u=http://z/admin", b"/?u=http://z/admin", b"other"),
         ("GET http://other/", b"/", b"other"),
         ("GET http://other//a/../%2F", b"//a/../%2F", b"other"),
         ("GET HTTPS://Other/P", b"/P", b"Other"),
@@ -593,7 +595,9 @@ def test_an_answer_without_a_body_ends_with_its_head(
         assert answered.values(b"content-length") == kept
         assert not answered.values(b"transfer-encoding")
         assert client.ask(request()).body == b"replica"
-    assert [record.number_on_connection for record in a.requests] == [1, 2]
+    # A replica that announces a body may yet send it, so its connection is not used again.
+    announced = b"Length: 1000" in head or b"Transfer-Encoding" in head
+    assert [record.number_on_connection for record in a.requests] == [1, 1 if announced else 2]
 
 
 @pytest.mark.parametrize("status", [200, 205, 404, 500, 599, 600, 999])

@@ -13,6 +13,7 @@ import pytest
 
 from controller_client.fakes.http import response
 from controller_client.testing import (
+    Behaviour,
     Exchange,
     FakeController,
     ReplicaFactory,
@@ -644,7 +645,7 @@ def test_interim_answers_without_end_meet_the_wall(
     async def dither(exchange: Exchange) -> None:
         while True:
             await exchange.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-            await exchange.wait(0.01)
+            await exchange.wait(0.05)
 
     a.behave_always(dither)
     balancer = start_balancer(a, total_timeout="1s")
@@ -676,3 +677,122 @@ def test_a_client_that_leaves_in_its_head_or_body_is_no_failure(site: Site) -> N
     site.balancer.wait_for(lambda: not len(site.balancer.balancer.server))
     assert site.balancer.in_flight() == 0
     assert site.balancer.get().status == 200
+
+
+def test_a_flood_of_interim_answers_is_an_answer_of_ours(
+    replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    """Passed on to a client that does not read, it would fill our memory."""
+    a = replica_factory()
+    interim = b"HTTP/1.1 103 Early Hints\r\nLink: " + b"a" * 1000 + b"\r\n\r\n"
+    a.behave_always(raw(interim * 5000))
+    balancer = start_balancer(a)
+    with balancer.client() as client:
+        client.send(request())
+        statuses = [client.answer().status]
+        while statuses[-1] == 103:
+            statuses.append(client.answer().status)
+    assert statuses[-1] == 502
+    assert len(statuses) <= 102
+    assert balancer.metric("upstream_errors_total", reason="protocol") == 1
+
+
+def test_an_endless_head_of_an_answer_is_cut(
+    replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    a = replica_factory()
+    lines = b"".join(b"X-%d: %b\r\n" % (number, b"a" * 60_000) for number in range(6))
+    a.behave_always(raw(b"HTTP/1.1 200 OK\r\n" + lines))
+    assert start_balancer(a).get().status == 502
+
+
+@pytest.mark.parametrize("version", [b"HTTP/2.0", b"HTTP/0.9"])
+def test_an_answer_of_another_version_is_none(
+    version: bytes, replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    a = replica_factory()
+    a.behave_always(raw(version + b" 200 OK\r\nContent-Length: 0\r\n\r\n"))
+    assert start_balancer(a).get().status == 502
+
+
+def late_body(head: bytes, body: bytes, gate: threading.Event) -> Behaviour:
+    """A head that has no body by the rules, and then one all the same."""
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.send(head)
+        await exchange.wait_for(gate)
+        await exchange.send(body)
+
+    return behave
+
+
+@pytest.mark.parametrize(
+    ("method", "head"),
+    [
+        ("HEAD", b"HTTP/1.1 200 OK\r\nContent-Length: 44\r\n\r\n"),
+        ("HEAD", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"),
+        ("GET", b"HTTP/1.1 304 Not Modified\r\nContent-Length: 44\r\n\r\n"),
+    ],
+)
+def test_a_body_behind_an_answer_without_one_never_goes_to_another_client(
+    method: str, head: bytes, replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    a = replica_factory()
+    gate = threading.Event()
+    poison = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nPOISON"
+    a.behave(late_body(head, poison, gate), answer(b"mine"))
+    balancer = start_balancer(a)
+    with balancer.client() as first, balancer.client() as second:
+        first.ask(request(method), head_only=True)
+        second.send(request(target="/victim"))
+        gate.set()
+        assert second.answer().body == b"mine"
+
+
+@pytest.mark.parametrize(
+    ("method", "whole"),
+    [
+        ("HEAD", b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody"),
+        ("GET", b"HTTP/1.1 304 Not Modified\r\nContent-Length: 4\r\n\r\nbody"),
+        ("GET", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nokXX"),
+    ],
+)
+def test_stray_bytes_behind_an_answer_do_not_spoil_it(
+    method: str, whole: bytes, replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    a = replica_factory()
+    a.behave(raw(whole), answer(b"next"))
+    balancer = start_balancer(a)
+    with balancer.client() as client:
+        head_only = method == "HEAD"
+        told = client.ask(request(method), head_only=head_only)
+        assert told.head.startswith(whole[:12])
+        assert told.body == (b"ok" if b"okXX" in whole else b"")
+        assert client.ask(request()).body == b"next"
+    assert a.requests[1].number_on_connection == 1, "the spoilt connection was used again"
+
+
+def test_line_ends_in_chunk_data_end_nothing(
+    replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    a = replica_factory()
+    balancer = start_balancer(a)
+    data = b"\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n" * 1000
+    head = request("POST", headers={"Transfer-Encoding": "chunked"})
+    with balancer.client() as client:
+        client.send(head + chunked(data, b"x", data) + request(target="/next"))
+        assert client.answer().status == 200
+        assert client.answer().status == 200
+    assert bytes(a.requests[0].body) == data + b"x" + data
+    assert [seen.target for seen in a.requests] == [b"/", b"/next"]
+
+
+def test_an_empty_line_behind_a_body_begins_no_head(
+    replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    """RFC 9112, section 2.2."""
+    balancer = start_balancer(replica_factory(), header_timeout="500ms")
+    with balancer.client() as client:
+        assert client.ask(request("POST", body=b"abc") + b"\r\n").status == 200
+        time.sleep(1.5)  # three times the limit of a half-sent head
+        assert client.ask(request()).status == 200

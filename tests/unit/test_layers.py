@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 PURE = {
     "lb",
     "lb.arrivals",
+    "lb.chunks",
     "lb.errors",
     "lb.frames",
     "lb.headers",
