@@ -36,6 +36,7 @@ class Exchange:
         "replica",
         "request",
         "request_id",
+        "session",
         "status",
         "waited",
         "waiting",
@@ -45,6 +46,7 @@ class Exchange:
         self.request = request
         self.client = client
         self.request_id = request_id_of(request.headers) or b"%032x" % random.getrandbits(128)
+        self.session: bytes | None = None  # of a sticky request; never logged
         self.attempts = 0
         self.replica = ""
         self.status = 0  # of the head that the client was sent: the commit point is past

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from lb.stickiness import Sticky
+
 MAX_PORT = 65535
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -31,6 +33,7 @@ _BOOLEANS = {
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
 # The digits are bounded, so that no number is infinite or slow to convert.
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")  # RFC 9110, section 5.6.2
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([^\W\d_]*)")
 _SIZE = re.compile(r"([0-9]{1,15}) ?([^\W\d_]*)")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_.])?")
@@ -67,6 +70,16 @@ def duration(*, zero: bool) -> Kind:
     least = "0 or more" if zero else "more than 0"
     units = ", ".join(_SECONDS)
     return Kind("DURATION", f"a number, {least}, with a unit of {units} (none: seconds)", parse)
+
+
+def _sticky(text: str) -> Sticky:
+    source, _, name = text.partition(":")
+    if _TOKEN.fullmatch(name):
+        if source == "header":
+            return Sticky("header", name)
+        if source == "cookie":
+            return Sticky("cookie", name)
+    raise ValueError(f"{shown(text)} names no header and no cookie")
 
 
 def choice(what: str, words: Sequence[str]) -> Kind:
@@ -197,6 +210,9 @@ PORT = Kind("PORT", f"a port from 0 (a free one) to {MAX_PORT}", _whole(0, MAX_P
 COUNT = Kind("NUMBER", "a whole number from 1 to 999999999", _whole(1, 999_999_999))
 BOOLEAN = Kind("", ", ".join(_BOOLEANS), _boolean)
 NAME = Kind("NAME", "printable text", _text)
+STICKY = Kind(
+    "header:NAME|cookie:NAME", "header: or cookie: and a name, such as cookie:session", _sticky
+)
 FILE = Kind("FILE", "the path of a PEM file", _text)
 HOST = Kind("HOST", "an IPv4 or IPv6 address, or a host name", _host)
 URL = Kind("URL", "http://HOST:PORT or https://HOST:PORT, with a path or without", _url)

@@ -38,6 +38,7 @@ from lb.request import Request
 from lb.retry import RetryBudget, RetryPolicy, is_safe_to_resend
 from lb.server import ClientConnection
 from lb.settings import Settings
+from lb.stickiness import session_of
 from lb.upstream import Pools, Response, UpstreamConnection
 from lb.wakeup import Wakeup
 from lb.wall import Wall
@@ -73,6 +74,7 @@ class Proxy:
             no_replica_wait=settings.no_replica_wait,
         )
         self._access_log = settings.access_log
+        self._sticky = settings.sticky
         self._stream_idle_timeout = settings.stream_idle_timeout or math.inf
         self._replay = ReplayBudget(limit=settings.replay_limit, total=settings.replay_budget)
         self._jitter = random.Random()
@@ -110,6 +112,8 @@ class Proxy:
 
         The wall bounds all of it up to the commit point, a running attempt too.
         """
+        if self._sticky is not None:
+            exchange.session = session_of(exchange.request.headers, self._sticky)
         arrived = exchange.request.arrived
         budget = RetryBudget(self._retry_policy, arrived, self._jitter)
         tried: list[Replica] = []
@@ -166,7 +170,7 @@ class Proxy:
         """Lease a replica that was not tried yet; wait for one, or to try them all once more."""
         while True:
             now = time.monotonic()
-            lease = self._table.lease(now, tried=tried)
+            lease = self._table.lease(now, tried=tried, session=exchange.session)
             if lease is not None:
                 return lease
             left = budget.wait_left(now)

@@ -35,6 +35,7 @@ from enum import Enum
 
 from controller_client.protocol import ReadyReplica
 from lb.policies import SelectionPolicy
+from lb.stickiness import affinity
 
 FIRST_EJECTION_SECONDS = 1.0
 LONGEST_EJECTION_SECONDS = 30.0
@@ -242,17 +243,23 @@ class ReplicaTable:
         idle = replica.inflight == 0 and drained_for >= self._grace_period
         return idle or drained_for >= self._drain_timeout
 
-    def lease(self, now: float, *, tried: Collection[Replica] = ()) -> Lease | None:
+    def lease(
+        self, now: float, *, tried: Collection[Replica] = (), session: bytes | None = None
+    ) -> Lease | None:
         """Choose a routable replica that was not tried yet, and lease it; None where there is none.
 
-        Among those that are not set aside the policy chooses. With only set-aside ones left, the
+        Among those that are not set aside the policy chooses, or the session of a sticky request
+        does. With only set-aside ones left, the
         one that failed longest ago is taken: asking somebody beats refusing by our own choice.
         """
         candidates = [r for r in self._replicas.values() if r.routable and r not in tried]
         if not candidates:
             return None
         preferred = [replica for replica in candidates if not replica.avoided(now)]
-        if preferred:
+        if preferred and session is not None:
+            score = affinity(session)
+            replica = max(preferred, key=lambda r: score(r.url))
+        elif preferred:
             replica = min(preferred, key=self._policy)
         else:
             replica = min(candidates, key=lambda r: (r.failed_at, r.last_lease))

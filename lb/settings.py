@@ -19,6 +19,7 @@ from lb.kinds import (
     NAME,
     PORT,
     SIZE,
+    STICKY,
     TARGET_QPS,
     URL,
     Kind,
@@ -27,6 +28,7 @@ from lb.kinds import (
     nearest,
 )
 from lb.policies import POLICIES, TargetQps
+from lb.stickiness import Sticky
 
 ENV_PREFIX = "SKYSERVE_LB_"
 # One whole empty sync is outlived, with the longest gap that was seen inside (25 s of 30 s).
@@ -178,6 +180,16 @@ class Settings:
             "requests per second that a replica is good for: a number, or numbers by accelerator, "
             "which instance_aware_least_load needs",
             unset="unknown",
+        ),
+    ]
+    sticky: Annotated[
+        Sticky | None,
+        Option(
+            STICKY,
+            _CHOICE,
+            "requests with the same value of this header or cookie go to the same replica; "
+            "those without go by the policy",
+            unset="off",
         ),
     ]
     total_timeout: Annotated[

@@ -16,6 +16,7 @@ from tests.net.harness import RunningBalancer, request
 def test_an_empty_list_within_the_grace_period_changes_nothing_for_clients(
     fake_controller: FakeController, replica_factory: ReplicaFactory, start_balancer: StartBalancer
 ) -> None:
+    """SkyPilot issue 4907."""
     replicas = [replica_factory(), replica_factory()]
     balancer = start_balancer(*replicas, grace_period="60s")
     with balancer.client() as client:
@@ -105,6 +106,7 @@ def test_a_failed_sync_changes_nothing(
     replica_factory: ReplicaFactory,
     start_balancer: StartBalancer,
 ) -> None:
+    """traefik issue 912, apisix pull request 12906."""
     replica = replica_factory()
     balancer = start_balancer(replica, grace_period="0")
     assert balancer.get().status == 200
@@ -219,3 +221,60 @@ def test_the_older_shape_of_the_answer_is_understood(
 ) -> None:
     fake_controller.answer_always(Answer(old_shape=True))
     assert start_balancer(replica_factory()).get().status == 200
+
+
+@pytest.mark.parametrize("sticky", ["cookie:session", "header:X-User"])
+def test_a_sticky_session_stays_with_its_replica_through_a_list_that_keeps_it(
+    sticky: str,
+    fake_controller: FakeController,
+    replica_factory: ReplicaFactory,
+    start_balancer: StartBalancer,
+) -> None:
+    """SkyPilot issue 3749: applications that keep a session in their memory."""
+    replicas = [replica_factory(str(number)) for number in range(3)]
+    balancer = start_balancer(*replicas, sticky=sticky)
+    headers = {"Cookie": "a=1; session=ann"} if "cookie" in sticky else {"X-User": "ann"}
+
+    def ask() -> bytes:
+        with balancer.client() as client:
+            return client.ask(request(headers=headers)).body
+
+    (home,) = {ask() for _ in range(20)}
+    stays = [replica for replica in replicas if replica.name.encode() == home]
+    goes = next(replica for replica in replicas if replica not in stays)
+    fake_controller.set_ready([replica.url for replica in replicas if replica is not goes])
+    balancer.log.wait_for("replica.removed")
+    assert {ask() for _ in range(20)} == {home}
+    with balancer.client() as client:  # without a session: by the policy
+        assert len({client.ask(request()).body for _ in range(4)}) == 2
+
+
+def test_the_metrics_do_not_grow_with_paths_nor_with_replicas_that_left(
+    fake_controller: FakeController, replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    """litellm issue 12159."""
+    a = replica_factory()
+    balancer = start_balancer(a, grace_period="0")
+    assert balancer.get("/first").status == 200
+    before = balancer.admin_get("/metrics").body.count(b"\n")
+    with balancer.client() as client:
+        for number in range(1000):
+            assert client.ask(request(target=f"/path-{number}?user={number}")).status == 200
+    assert balancer.admin_get("/metrics").body.count(b"\n") == before
+    for number in range(5):
+        others = [f"http://127.0.0.1:{10_000 + 100 * number + each}" for each in range(100)]
+        fake_controller.set_ready([a.url, *others])
+        balancer.wait_for(lambda: len(balancer.balancer.table.routable()) == 101)
+        fake_controller.set_ready([a.url])
+        balancer.wait_for(lambda: len(balancer.balancer.table) == 1)
+    later = balancer.balancer.metrics.gauges.now() + 601
+    balancer.balancer.metrics.gauges.now = lambda: later
+    assert balancer.admin_get("/metrics").body.count(b"\n") == before
+
+
+def test_the_release_of_aiohttp_is_one_without_the_fault_of_idle_connections() -> None:
+    """aiohttp issue 12795: 3.14.0 and 3.14.1 fail on reused connections."""
+    from importlib import metadata
+
+    (wanted,) = (r for r in metadata.requires("skyserve-lb") or [] if r.startswith("aiohttp"))
+    assert ">=3.14.4" in wanted

@@ -49,7 +49,7 @@ def test_a_dead_replica_that_is_still_listed_costs_no_answer(
     replica_factory: ReplicaFactory,
     start_balancer: StartBalancer,
 ) -> None:
-    """litellm issue 27362: a dead replica always looks least loaded."""
+    """litellm issue 27362: a dead replica always looks least loaded; SkyPilot pull request 3916."""
     a, b = replica_factory(), replica_factory()
     balancer = start_balancer(a, b, connect_timeout="300ms")
     make_dead(a)

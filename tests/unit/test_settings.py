@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lb.policies import POLICIES
 from lb.settings import OPTIONS, Settings, SettingsError, load, option_table
+from lb.stickiness import Sticky
 
 README = Path(__file__).parents[2] / "README.md"
 NEEDED = {"controller_url": "http://127.0.0.1:20001", "port": "30001"}
@@ -45,6 +46,7 @@ def test_the_defaults() -> None:
         "grace_period": 30.0,
         "policy": "least_load",
         "target_qps": None,
+        "sticky": None,
         "total_timeout": 285.0,
         "connect_timeout": 5.0,
         "no_replica_wait": 10.0,
@@ -109,6 +111,7 @@ def test_the_environment_serves_every_option() -> None:
         "grace_period": "2",
         "policy": "instance_aware_least_load",
         "target_qps": '{"A100": 3}',
+        "sticky": "cookie:sid",
         "total_timeout": "6",
         "connect_timeout": "4",
         "no_replica_wait": "5",
@@ -143,6 +146,7 @@ def test_the_environment_serves_every_option() -> None:
         grace_period=2.0,
         policy="instance_aware_least_load",
         target_qps={"A100": 3.0},
+        sticky=Sticky("cookie", "sid"),
         total_timeout=6.0,
         connect_timeout=4.0,
         no_replica_wait=5.0,
@@ -406,7 +410,7 @@ def test_the_table_has_a_row_for_every_option() -> None:
         "| `--controller-url URL` (stock: `--controller-addr`) | `SKYSERVE_LB_CONTROLLER_URL` | required |"
     )
     assert (
-        "| `--retry before-response\\|safe` | `SKYSERVE_LB_RETRY` | `before-response` |" in rows[15]
+        "| `--retry before-response\\|safe` | `SKYSERVE_LB_RETRY` | `before-response` |" in rows[16]
     )
     assert any("| 1.5 x sync interval |" in row for row in rows)
 
