@@ -57,8 +57,9 @@ class BoundedLog(io.TextIOBase):
         self._size = len(end)
 
     def flush(self) -> None:
-        """Flush the file."""
-        self._file.flush()
+        """Flush the file, unless it is closed: at our own end Python flushes once more."""
+        if not self._file.closed:
+            self._file.flush()
 
     def fileno(self) -> int:
         """The file's descriptor."""
