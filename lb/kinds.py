@@ -164,6 +164,8 @@ def _url(text: str) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port
+        if "[" in parts.netloc:  # Python 3.10 does not look between the brackets
+            ipaddress.IPv6Address(parts.hostname or "")
     except ValueError:  # a port out of range, or brackets around what is no IPv6 address
         raise ValueError(f"{quoted} is no URL") from None
     if parts.scheme not in ("http", "https"):
