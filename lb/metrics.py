@@ -9,8 +9,9 @@ whose series are dropped `FORGET_SECONDS` after the replica was retired.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeVar, cast, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -265,9 +266,43 @@ class Metrics:
             else:
                 yield name, counts.outcomes
 
+    # --- what has been counted, for the status page ---------------------------------------------
+
+    def outcomes(self) -> dict[str, int]:
+        """Finished requests since the start, by how they ended."""
+        (family,) = self._requests.collect()
+        return {
+            sample.labels["outcome"]: int(sample.value)
+            for sample in family.samples
+            if sample.name.endswith("_total")
+        }
+
+    def first_byte_counts(self) -> list[int]:
+        """Answers of replicas since the start, by bucket of `FIRST_BYTE`, and those beyond the last."""
+        return _bucket_counts(self._first_byte, FIRST_BYTE)
+
+    def duration_counts(self) -> list[int]:
+        """The same by bucket of `DURATION`."""
+        return _bucket_counts(self._duration, DURATION)
+
     @property
     def service(self) -> str:
         return self._service
+
+
+def _bucket_counts(histogram: Histogram, edges: Sequence[float]) -> list[int]:
+    """What fell into each bucket, over all outcomes but our own refusals, which are quick."""
+    counts = [0] * (len(edges) + 1)
+    (family,) = histogram.collect()
+    of_outcome: dict[str, list[int]] = {}
+    for sample in family.samples:
+        if sample.name.endswith("_bucket") and sample.labels["outcome"] != "lb_error":
+            of_outcome.setdefault(sample.labels["outcome"], [0]).append(int(sample.value))
+    for upto in of_outcome.values():
+        counts = [
+            count + new - old for count, (old, new) in zip(counts, pairwise(upto), strict=True)
+        ]
+    return counts
 
 
 class _WithoutCreated:
