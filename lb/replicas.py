@@ -58,25 +58,25 @@ class Replica:
 
     __slots__ = (
         "accelerator",
-        "draining_since",
         "ejected_until",
         "failed_at",
         "failures",
         "inflight",
         "last_lease",
         "probe",
+        "since",
         "state",
         "unreachable",
         "url",
     )
 
-    def __init__(self, url: str, accelerator: str | None) -> None:
+    def __init__(self, url: str, accelerator: str | None, now: float) -> None:
         self.url = url
         self.accelerator = accelerator
         self.state = State.SERVING
+        self.since = now  # when it came into this state
         self.inflight = 0
         self.last_lease = 0
-        self.draining_since = 0.0
         # Ejection. `failures` counts those in a row; `unreachable` tells whether the last was a
         # failed connect; `probe` is the lease that tries the replica after its time is over.
         self.failures = 0
@@ -187,6 +187,11 @@ class ReplicaTable:
             counts["ejected"] += replica.ejected
         return counts
 
+    @property
+    def empty_since(self) -> float | None:
+        """When the list became empty, which it still is; None while it names a replica."""
+        return self._empty_since
+
     def apply(self, ready: Collection[ReadyReplica], now: float) -> TableChange:
         """Take in one ready list that the controller answered."""
         if ready:
@@ -204,11 +209,12 @@ class ReplicaTable:
             named.add(entry.url)
             replica = self._replicas.get(entry.url)
             if replica is None:
-                replica = self._replicas[entry.url] = Replica(entry.url, entry.accelerator)
+                replica = self._replicas[entry.url] = Replica(entry.url, entry.accelerator, now)
                 added.append(replica)
             elif replica.state is State.DRAINING:
                 revived.append(replica)
-            replica.state = State.SERVING
+            if replica.state is not State.SERVING:
+                replica.state, replica.since = State.SERVING, now
             replica.accelerator = entry.accelerator
         omitted = [replica for replica in self.routable() if replica.url not in named]
         return TableChange(
@@ -223,8 +229,7 @@ class ReplicaTable:
     def _move(self, replicas: Iterable[Replica], state: State, now: float) -> tuple[Replica, ...]:
         moved = tuple(replicas)
         for replica in moved:
-            replica.state = state
-            replica.draining_since = now
+            replica.state, replica.since = state, now
         return moved
 
     def retire(self, now: float) -> tuple[Replica, ...]:
@@ -239,7 +244,7 @@ class ReplicaTable:
     def _is_over(self, replica: Replica, now: float) -> bool:
         if replica.state is not State.DRAINING:
             return False
-        drained_for = now - replica.draining_since
+        drained_for = now - replica.since
         idle = replica.inflight == 0 and drained_for >= self._grace_period
         return idle or drained_for >= self._drain_timeout
 

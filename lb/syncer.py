@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import anyio
 
@@ -23,6 +24,16 @@ URGENT_INTERVAL_SECONDS = 2.0
 JITTER = 0.1
 
 Sync = Callable[[Sequence[float]], Awaitable[ReadyList]]
+
+
+@dataclass
+class SyncState:
+    """How the last call went; times are Unix times."""
+
+    result: str | None = None  # of the metric's label; None before the first call has ended
+    cause: str = ""
+    last_answer: float | None = None
+    failing_since: float | None = None
 
 
 class Syncer:
@@ -54,7 +65,7 @@ class Syncer:
         self._metrics = metrics
         self._log = log
         self._on_first_answer = on_first_answer
-        self._failing = False
+        self.state = SyncState()
         self._skipped: tuple[str, ...] = ()
 
     async def run(self) -> None:
@@ -85,15 +96,18 @@ class Syncer:
 
     def _failed(self, error: SyncError, seconds: float) -> None:
         self._metrics.synced(error.result, seconds, None)
-        if not self._failing:
+        state = self.state
+        if state.failing_since is None:
+            state.failing_since = time.time()
             self._log.warning("sync.failed", result=error.result, cause=str(error))
-        self._failing = True
+        state.result, state.cause = error.result, str(error)
 
     def _answered(self, ready: ReadyList, seconds: float) -> None:
-        self._metrics.synced("ok" if ready.replicas else "empty", seconds, time.time())
-        if self._failing:
+        now, result = time.time(), "ok" if ready.replicas else "empty"
+        self._metrics.synced(result, seconds, now)
+        if self.state.failing_since is not None:
             self._log.info("sync.recovered")
-        self._failing = False
+        self.state = SyncState(result, last_answer=now)
         if ready.skipped and ready.skipped != self._skipped:
             self._log.warning("list.entry_skipped", entries=list(ready.skipped))
         self._skipped = ready.skipped

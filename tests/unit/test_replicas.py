@@ -593,3 +593,34 @@ def test_a_replica_shows_its_url_state_and_load() -> None:
     table = table_of("http://10.0.0.1:8000")
     lease = lease_of(table, 0.0)
     assert repr(lease.replica) == "<Replica http://10.0.0.1:8000 serving inflight=1>"
+
+
+# --- since when ---------------------------------------------------------------------------------
+
+
+def test_it_tells_since_when_a_replica_is_in_its_state() -> None:
+    table = table_of("a")
+    a = replica_of(table, "a")
+    seen = []
+    for now, named in enumerate([["a"], [], [], ["a"], ["b"], ["b"], ["a"]], start=1):
+        table.apply(ready(*named), float(now))
+        seen.append((a.state.value, a.since))
+    assert seen == [
+        ("serving", 0.0),
+        ("held", 2.0),
+        ("held", 2.0),
+        ("serving", 4.0),
+        ("draining", 5.0),
+        ("draining", 5.0),
+        ("serving", 7.0),
+    ]
+
+
+def test_it_tells_since_when_the_list_is_empty() -> None:
+    table = table_of("a")
+    assert table.empty_since is None
+    table.apply([], 5.0)
+    table.apply([], 6.0)
+    assert table.empty_since == 5.0
+    table.apply(ready("a"), 7.0)
+    assert table.empty_since is None
