@@ -10,6 +10,8 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from lb.access import Token, is_loopback, refusal
+
 REFRESH_SECONDS = 5
 
 _PAGE = """<!DOCTYPE html>
@@ -64,12 +66,15 @@ class Admin:
         replicas: Callable[[], list[dict[str, Any]]],
         render_metrics: Callable[[], bytes],
         drain: Callable[[], None],
+        token: Token | None = None,
     ) -> None:
         self._service = service
         self._not_ready = not_ready
         self._replicas = replicas
         self._render_metrics = render_metrics
         self._drain = drain
+        self._token = token
+        self._loopback = False  # until it listens
         app = web.Application()
         app.router.add_get("/", self._page)
         app.router.add_get("/livez", self._livez)
@@ -84,7 +89,9 @@ class Admin:
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
-        return [name[:2] for name in self._runner.addresses]
+        addresses = [name[:2] for name in self._runner.addresses]
+        self._loopback = all(is_loopback(host) for host, _ in addresses)
+        return addresses
 
     async def stop(self) -> None:
         await self._runner.cleanup()
@@ -117,9 +124,17 @@ class Admin:
         )
 
     async def _start_drain(self, request: web.Request) -> web.Response:
-        if "Origin" in request.headers:
-            # Only a browser sends it, and only a page of somebody else would: there is no form here.
-            return web.Response(status=403, text="a web page may not do this\n")
+        headers = request.headers
+        refused = refusal(
+            token=self._token,
+            loopback=self._loopback,
+            hosts=headers.getall("Host", []),
+            authorization=headers.get("Authorization"),
+            from_browser="Origin" in headers or "Sec-Fetch-Site" in headers,
+        )
+        if refused is not None:
+            extra = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
+            return web.Response(status=refused.status, text=refused.text + "\n", headers=extra)
         self._drain()
         return web.Response(status=202, text="draining\n")
 

@@ -18,6 +18,7 @@ import anyio
 import uvloop
 
 from controller_client.client import ControllerClient
+from lb.access import Token, why
 from lb.admin import Admin
 from lb.arrivals import Arrivals
 from lb.certificates import ServerCertificate, describe, describe_ca, replica_context
@@ -62,6 +63,8 @@ class Balancer:
         self._log = log
         self.metrics = Metrics(service=settings.service_name, policy=settings.policy, mode=mode)
         self._certificate, replica_tls = _tls(settings, log)
+        self._token = _token(settings, log)
+        self._files = [each for each in (self._certificate, self._token) if each is not None]
         self._arrivals = Arrivals()
         replicas_changed = Wakeup()
         self.table = ReplicaTable(
@@ -109,6 +112,7 @@ class Balancer:
             replicas=self._rows,
             render_metrics=self.metrics.render,
             drain=self.drain,
+            token=self._token,
         )
         self._drain_asked = asyncio.Event()
         self._forced = asyncio.Event()
@@ -186,18 +190,18 @@ class Balancer:
         await self._admin.stop()
 
     async def _watch(self) -> None:
-        """Measure how late the loop is, and look after the certificate files."""
+        """Measure how late the loop is, and look after the files that may change."""
         while True:
             due = time.monotonic() + WATCH_SECONDS
             await anyio.sleep(WATCH_SECONDS)
             self.metrics.loop_lag(max(0.0, time.monotonic() - due))
-            if self._certificate is not None:
-                self._certificate.reload_if_changed()
+            for file in self._files:
+                file.reload_if_changed()
 
     def reload(self) -> None:
-        """Load the certificate again."""
-        if self._certificate is not None:
-            self._certificate.reload()
+        """Read certificate and token again."""
+        for file in self._files:
+            file.reload()
 
     # --- what the parts tell and ask ------------------------------------------------------------
 
@@ -273,6 +277,17 @@ def _tls(settings: Settings, log: Log) -> tuple[ServerCertificate | None, ssl.SS
             f"--upstream-ca {settings.upstream_ca}: {describe_ca(error)}", EXIT_BAD_CONFIGURATION
         ) from None
     return certificate, context
+
+
+def _token(settings: Settings, log: Log) -> Token | None:
+    if settings.admin_token_file is None:
+        return None
+    try:
+        return Token(settings.admin_token_file, log)
+    except (OSError, ValueError) as error:
+        raise StartError(
+            f"--admin-token-file {settings.admin_token_file}: {why(error)}", EXIT_BAD_CONFIGURATION
+        ) from None
 
 
 async def _bind(

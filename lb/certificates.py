@@ -52,10 +52,11 @@ class ServerCertificate:
         self.not_after = not_after(Path(self._certfile).read_text("ascii", "replace"))
 
     def _read_stamp(self) -> tuple[object, ...]:
-        return tuple(_stamp_of(path) for path in (self._certfile, self._keyfile))
+        return tuple(stamp_of(path) for path in (self._certfile, self._keyfile))
 
 
-def _stamp_of(path: str) -> object:
+def stamp_of(path: str) -> object:
+    """What changes with the file; None where there is none."""
     try:
         status = os.stat(path)  # noqa: PTH116 - a symbolic link is followed, as Kubernetes swaps those
     except OSError:

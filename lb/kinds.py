@@ -215,7 +215,7 @@ NAME = Kind("NAME", "printable text", _text)
 STICKY = Kind(
     "header:NAME|cookie:NAME", "header: or cookie: and a name, such as cookie:session", _sticky
 )
-FILE = Kind("FILE", "the path of a PEM file", _text)
+FILE = Kind("FILE", "the path of a file", _text)
 HOST = Kind("HOST", "an IPv4 or IPv6 address, or a host name", _host)
 URL = Kind("URL", "http://HOST:PORT or https://HOST:PORT, with a path or without", _url)
 TARGET_QPS = Kind(

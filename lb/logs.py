@@ -15,6 +15,9 @@ import structlog
 from lb.settings import LogFormat, LogLevel
 
 Event = Literal[
+    "admin.token_exposed",
+    "admin.token_reload_failed",
+    "admin.token_reloaded",
     "drain.started",
     "drain.finished",
     "drain.forced",

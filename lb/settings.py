@@ -142,6 +142,16 @@ class Settings:
             unset=f"port + {ADMIN_PORT_OFFSET}, or 0 where the port is 0",
         ),
     ]
+    admin_token_file: Annotated[
+        str | None,
+        Option(
+            FILE,
+            _PORTS,
+            "file with the token that POST /drain must bring as `Authorization: Bearer`; "
+            "without one it works on a loopback address alone",
+            unset="no token",
+        ),
+    ]
     tls_keyfile: Annotated[
         str | None,
         Option(FILE, _PORTS, "private key, to serve clients over TLS", unset="no TLS"),

@@ -309,12 +309,20 @@ def request(
     target: str = "/",
     headers: Iterable[tuple[str, str]] | Mapping[str, str] = (),
     body: bytes = b"",
+    *,
+    host: str = "x",
 ) -> bytes:
     """A request as bytes, with a Host and, if it has a body, its length."""
     pairs = list(headers.items()) if isinstance(headers, Mapping) else list(headers)
     if body:
         pairs.append(("Content-Length", str(len(body))))
-    lines = [f"{method} {target} HTTP/1.1", "Host: x", *(f"{k}: {v}" for k, v in pairs), "", ""]
+    lines = [
+        f"{method} {target} HTTP/1.1",
+        f"Host: {host}",
+        *(f"{k}: {v}" for k, v in pairs),
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode("latin-1") + body
 
 

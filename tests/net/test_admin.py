@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from controller_client.testing import (
     hold,
 )
 from lb.admin import page
+from lb.app import EXIT_BAD_CONFIGURATION, StartError
 from tests.net.conftest import StartBalancer
 from tests.net.harness import Closed, RawClient, RunningBalancer, request
 
@@ -58,16 +60,160 @@ def test_a_drain_asked_for_by_post(
         a.wait_for(lambda: a.requests)
         with RawClient(balancer.admin) as client:
             assert client.ask(request("GET", "/drain")).status == 405
-            from_a_page = client.ask(request("POST", "/drain", {"Origin": "http://elsewhere"}))
-            assert from_a_page.status == 403
-            assert client.ask(request("GET", "/readyz")).status == 200
-            assert client.ask(request("POST", "/drain")).status == 202
+            assert client.ask(drain()).status == 202
             unready = client.ask(request("GET", "/readyz"))
             assert (unready.status, unready.body) == (503, b"draining\n")
             assert balancer.metric("draining") == 1
         go.set()
         assert busy.answer().status == 200
     balancer.log.wait_for("drain.finished")
+
+
+def drain(*headers: tuple[str, str], host: str = "127.0.0.1:9080") -> bytes:
+    return request("POST", "/drain", headers, host=host)
+
+
+def bearer(token: str) -> tuple[str, str]:
+    return ("Authorization", f"Bearer {token}")
+
+
+def ask(balancer: RunningBalancer, *requests: bytes) -> list[tuple[int, str]]:
+    """Status and text of each answer, all over one connection."""
+    with RawClient(balancer.admin) as client:
+        answers = [client.ask(each) for each in requests]
+    return [(answer.status, answer.body.decode()) for answer in answers]
+
+
+def test_no_web_page_drains_it(start_balancer: StartBalancer) -> None:
+    balancer = start_balancer()
+    page = "a web page may not do this\n"
+    name = "the Host header must be an IP address or localhost\n"
+    assert (
+        ask(
+            balancer,
+            drain(("Origin", "http://elsewhere.example")),
+            drain(("Origin", "null")),
+            drain(("Sec-Fetch-Site", "same-origin")),
+            drain(host="rebound.example:9080"),
+            drain(host="127.0.0.1.rebound.example"),
+            drain(host=""),
+        )
+        == [(403, page)] * 3 + [(403, name)] * 3
+    )
+    assert balancer.metric("draining") == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.7:9080", "[::1]:9080", "LocalHost:1"])
+def test_tools_drain_it_by_any_address(host: str, start_balancer: StartBalancer) -> None:
+    balancer = start_balancer()
+    assert ask(balancer, drain(host=host)) == [(202, "draining\n")]
+
+
+def test_beyond_the_loopback_address_nothing_can_be_changed(start_balancer: StartBalancer) -> None:
+    balancer = start_balancer(admin_host="0.0.0.0")
+    balancer.admin = ("127.0.0.1", balancer.admin[1])
+    refused, livez = ask(balancer, drain(), request("GET", "/livez"))
+    assert refused == (
+        403,
+        (
+            "the admin port is not on a loopback address alone, so this needs a token: "
+            "see --admin-token-file; SIGTERM drains too\n"
+        ),
+    )
+    assert livez == (200, "ok\n")
+    assert balancer.metric("draining") == 0
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text("s3cret-one\n")
+    return file
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_with_a_token_it_is_drained_by_who_has_it(
+    host: str, token_file: Path, start_balancer: StartBalancer
+) -> None:
+    balancer = start_balancer(admin_host=host, admin_token_file=str(token_file))
+    balancer.admin = ("127.0.0.1", balancer.admin[1])
+    with RawClient(balancer.admin) as client:
+        unknown = client.ask(drain())
+        assert unknown.status == 401
+        assert unknown.values(b"www-authenticate") == [b"Bearer"]
+    tries = [
+        drain(bearer("s3cret-on")),
+        drain(bearer("s3cret-one2")),
+        drain(bearer("s3cret-ön\x80")),
+        drain(bearer("")),
+        drain(("Authorization", "Basic s3cret-one")),
+        drain(("Authorization", "s3cret-one")),
+    ]
+    assert {status for status, _ in ask(balancer, *tries)} == {401}
+    assert ask(balancer, drain(bearer("s3cret-one"), ("Origin", "http://elsewhere")))[0][0] == 403
+    assert balancer.metric("draining") == 0
+    assert ask(balancer, request("GET", "/readyz"))[0][0] == 503  # reading needs none
+    # By name too: a page that a rebound name has brought does not know the token.
+    answered = ask(balancer, drain(("Authorization", "bearer  s3cret-one"), host="lb.example"))
+    assert answered == [(202, "draining\n")]
+    balancer.log.wait_for("drain.finished")
+    assert "s3cret" not in json.dumps(balancer.log.events)
+
+
+def test_the_token_is_read_again_when_it_changes_and_when_told(
+    token_file: Path, start_balancer: StartBalancer
+) -> None:
+    balancer = start_balancer(admin_token_file=str(token_file))
+    token_file.write_text("s3cret-two")
+    balancer.log.wait_for("admin.token_reloaded")
+    assert ask(balancer, drain(bearer("s3cret-one")))[0][0] == 401
+    token_file.write_text("s3cret two words")
+    (failed,) = balancer.log.wait_for("admin.token_reload_failed")
+    assert failed["cause"] == "it holds no token: one word of at most 4096 ASCII characters"
+    token_file.unlink()
+    failed = balancer.log.wait_for("admin.token_reload_failed", 2)[1]
+    assert failed["cause"] == "No such file or directory"
+    token_file.write_text("s3cret-three")
+    token_file.chmod(0o644)
+    balancer.log.wait_for("admin.token_reloaded", 2)
+    (exposed,) = balancer.log.named("admin.token_exposed")
+    assert (exposed["mode"], exposed["file"]) == ("0644", str(token_file))
+    balancer.call(balancer.balancer.reload)  # as on SIGHUP
+    balancer.log.wait_for("admin.token_reloaded", 3)
+    assert ask(balancer, drain(bearer("s3cret-two")), drain(bearer("s3cret-three"))) == [
+        (401, "the token of --admin-token-file is needed: Authorization: Bearer TOKEN\n"),
+        (202, "draining\n"),
+    ]
+    balancer.log.wait_for("drain.finished")
+    assert "s3cret" not in json.dumps(balancer.log.events)
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "it is empty"),
+        (b" \n\n", "it is empty"),
+        (b"s3cret words", "it holds no token: one word of at most 4096 ASCII characters"),
+        (b"s3cret\xff", "it holds no token: one word of at most 4096 ASCII characters"),
+        (b"s3cret" * 1000, "it holds no token: one word of at most 4096 ASCII characters"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_a_file_without_a_token_is_a_fault(
+    content: bytes | None, fault: str, token_file: Path, fake_controller: FakeController
+) -> None:
+    if content is None:
+        token_file.unlink()
+    else:
+        token_file.write_bytes(content)
+    with (
+        pytest.raises(StartError) as caught,
+        RunningBalancer(fake_controller.url, admin_token_file=str(token_file)),
+    ):
+        pass
+    assert str(caught.value) == f"--admin-token-file {token_file}: {fault}"
+    assert caught.value.exit_code == EXIT_BAD_CONFIGURATION
 
 
 def test_the_replicas_as_json(

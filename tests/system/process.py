@@ -137,7 +137,7 @@ class Serve:
 
     def ask_admin(self, path: str, method: str = "GET") -> Answer:
         with RawClient(self.admin) as client:
-            return client.ask(request(method, path))
+            return client.ask(request(method, path, host="localhost"))
 
 
 def address_in(text: str) -> tuple[str, int]:

@@ -40,6 +40,7 @@ def test_the_defaults() -> None:
         "port": 30001,
         "admin_host": "127.0.0.1",
         "admin_port": 31001,
+        "admin_token_file": None,
         "tls_keyfile": None,
         "tls_certfile": None,
         "sync_interval": 20.0,
@@ -105,6 +106,7 @@ def test_the_environment_serves_every_option() -> None:
         "port": "1",
         "admin_host": "::1",
         "admin_port": "2",
+        "admin_token_file": "t",
         "tls_keyfile": "k.pem",
         "tls_certfile": "c.pem",
         "sync_interval": "1",
@@ -140,6 +142,7 @@ def test_the_environment_serves_every_option() -> None:
         port=1,
         admin_host="::1",
         admin_port=2,
+        admin_token_file="t",
         tls_keyfile="k.pem",
         tls_certfile="c.pem",
         sync_interval=1.0,
@@ -410,7 +413,7 @@ def test_the_table_has_a_row_for_every_option() -> None:
         "| `--controller-url URL` (stock: `--controller-addr`) | `SKYSERVE_LB_CONTROLLER_URL` | required |"
     )
     assert (
-        "| `--retry before-response\\|safe` | `SKYSERVE_LB_RETRY` | `before-response` |" in rows[16]
+        "| `--retry before-response\\|safe` | `SKYSERVE_LB_RETRY` | `before-response` |" in rows[17]
     )
     assert any("| 1.5 x sync interval |" in row for row in rows)
 
