@@ -39,7 +39,6 @@ class Exchange:
         "session",
         "status",
         "waited",
-        "waiting",
     )
 
     def __init__(self, request: Request, client: ClientConnection) -> None:
@@ -56,7 +55,6 @@ class Exchange:
         self.bytes_out = 0
         self.connect_seconds = 0.0
         self.waited = 0.0
-        self.waiting = False
         self.first_send: float | None = None
         self.first_byte: float | None = None
 

@@ -1,8 +1,7 @@
 """The client side: accept connections, parse requests, hand them to the proxy one at a time.
 
-Each connection has one task, which serves its requests in order. A client that leaves cancels that
-task, so it is noticed at every await of the path. What is no valid request never gets further than
-this module.
+A connection serves its requests in order, one at a time; whoever handles one is told as its body
+comes and if the client leaves. What is no valid request never gets further than this module.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import re
 import ssl
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError, RawRequestMessage
@@ -38,7 +37,27 @@ SWEEP_SECONDS = 0.5
 LINE_END = re.compile(rb"[\r\n]+")
 
 
-Handler = Callable[[Request, "ClientConnection"], Awaitable[None]]
+class Handling(Protocol):
+    """One request being served; it ends with `ClientConnection.served`."""
+
+    def start(self) -> None: ...
+
+    def upload_came(self) -> None:
+        """There is more of the request's body, or its end."""
+
+    def upload_failed(self, fault: BadRequest) -> None:
+        """The rest of the body is not valid HTTP."""
+
+    def room(self) -> None:
+        """The client has taken enough for more to be written."""
+
+    def tunnel_ended(self) -> None:
+        """One end of the upgraded connection is gone."""
+
+    def client_left(self) -> None: ...
+
+
+Handler = Callable[[Request, "ClientConnection"], Handling]
 
 
 class ClientConnection(Connection):
@@ -49,8 +68,9 @@ class ClientConnection(Connection):
         self._server = server
         self._parser: Any = None
         self._requests: deque[Request] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._request: Request | None = None  # the one being served...
+        self._handling: Handling | None = None  # ...and by whom
+        self._serving = False  # guards `_serve` against being entered twice
         self._body: StreamReader | None = None  # of the newest request...
         self._length = 0  # ...and its declared length, if it has one...
         self._chunks: ChunkScanner | None = None  # ...or its chunks
@@ -79,17 +99,19 @@ class ClientConnection(Connection):
             self.refuse(Rejected("overload", "Too many connections."))
             self._linger()
             asyncio.get_running_loop().call_later(LINGER_REFUSED_SECONDS, self.abort)
-            return
-        self._task = asyncio.get_running_loop().create_task(self._serve())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.left = True
         self._server.forget(self)
+        self._requests.clear()
         super().connection_lost(exc)
-        if self._body is not None and not self._body.is_eof():
-            self._body.set_exception(BadRequest("the client left while it sent its request"))
-        if self._task is not None:
-            self._task.cancel()
+        if self._handling is not None:
+            self._handling.client_left()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._handling is not None and not self.left:
+            self._handling.room()
 
     def eof_received(self) -> None:
         """A client that sends no more counts as one that left: a gone one sends that much, too."""
@@ -102,40 +124,39 @@ class ClientConnection(Connection):
             self._lingering_until = time.monotonic() + self._server.keepalive_timeout
         super().close()
 
-    async def _serve(self) -> None:
-        """Serve request after request until one side wants no more."""
-        while (request := await self._next()) is not None:
+    def _serve(self) -> None:
+        """Serve request after request until one is being worked on, or no more can follow."""
+        if self._serving:
+            return
+        self._serving = True
+        while self._requests and not self.busy:
             self.busy = True
-            await self._server.handler(request, self)
-            if self.left or self.tunnel is not None:
-                return
-            if request.body is not None and not request.body.is_eof():
-                self._linger()
-                return
-            if not request.keep_alive or self._server.draining:
-                self._end()
-                return
+            self._request = self._requests.popleft()
+            self.resume_reading()
+            self._handling = self._server.handler(self._request, self)
+            self._handling.start()
+        self._serving = False
+        if self._fault is not None and not self.busy and self._parser is not None:
+            self.refuse(self._fault)
+            self._linger()
+
+    def served(self) -> None:
+        """A request is over: go on with the next one, or end, as it says."""
+        request = self._request
+        assert request is not None
+        self._handling = self._request = None
+        if self.left or self.tunnel is not None:
+            return
+        if request.body is not None and not request.body.is_eof():
+            self._linger()
+        elif not request.keep_alive or self._server.draining:
+            self._end()
+        else:
             self.busy = False
             self._since = time.monotonic()
             if request.upgrade is not None:
                 self._resume_parsing()
-        assert self._fault is not None
-        self.refuse(self._fault)
-        self._linger()
-
-    async def _next(self) -> Request | None:
-        """The next request; None where none can follow."""
-        while not self._requests:
-            if self._fault is not None:
-                return None
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        request = self._requests.popleft()
-        self.resume_reading()
-        return request
+            self._serve()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         """Read again, unless enough is here already; the end of each body asks for it."""
@@ -172,8 +193,8 @@ class ClientConnection(Connection):
             self._linger()
         else:
             self.close()
-        if self._task is not None:
-            self._task.cancel()
+        if self._handling is not None:
+            self._handling.tunnel_ended()
 
     # --- what comes in --------------------------------------------------------------------------
 
@@ -183,6 +204,14 @@ class ClientConnection(Connection):
             end = self._end_of_piece(data, start)
             self._receive(data[start:end])
             start = end
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Tell of what has come: more of a body, or a request."""
+        if self._handling is None:
+            self._serve()
+        elif self._request is not None and self._request.body is not None:
+            self._handling.upload_came()
 
     def _end_of_piece(self, data: bytes, start: int) -> int:
         """Where to cut, so that no piece goes on behind the end of a head or of a body.
@@ -250,7 +279,7 @@ class ClientConnection(Connection):
     def _renew_parser(self, upgraded: bool) -> None:
         """Behind a chunked body, whose trailers it still holds, or an upgrade that we do not take for one."""
         trailers = self._body is not None and self._body.is_eof() and not self._length
-        if self.after_upgrade is None and (upgraded or trailers):
+        if self._parser is not None and self.after_upgrade is None and (upgraded or trailers):
             self._parser = request_parser(self)
 
     def _take(self, message: RawRequestMessage, body: StreamReader) -> None:
@@ -267,20 +296,15 @@ class ClientConnection(Connection):
             self.after_upgrade = b""  # what follows is the other protocol's, once it is agreed
         if len(self._requests) >= MAX_AHEAD:
             self.pause_reading()
-        self._wake()
 
     def _reject(self, fault: BadRequest) -> None:
         """Take no more from this client; what it sent before the fault is still served."""
         self._fault = fault
         if self._body is not None and not self._body.is_eof():
-            self._body.set_exception(fault)
             if self._requests and self._requests[-1].body is self._body:
                 self._requests.pop()  # its turn had not come: no replica needs to hear of it
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            elif self._handling is not None:
+                self._handling.upload_failed(fault)
 
     def _resume_parsing(self) -> None:
         """After a refused upgrade: what follows are requests again."""
@@ -305,6 +329,7 @@ class ClientConnection(Connection):
             pass
         elif self._head_bytes and now - self._since >= self._server.header_timeout:
             self._reject(BadRequest("the request head did not come in time", status=408))
+            self._serve()
         elif not self._head_bytes and now - self._since >= self._server.keepalive_timeout:
             self.close()
 

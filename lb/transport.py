@@ -1,9 +1,9 @@
 """One TCP or TLS connection as the data path sees it: write, wait for room, pause reading, abort.
 
-Base of both sides: `lb.server.ClientConnection` and `lb.upstream.UpstreamConnection`. The bodies
-that aiohttp's parsers fill are `aiohttp.StreamReader`s; they push back through `pause_reading` and
-`resume_reading`, which hold the socket, so that a slow reader on one side stalls the writer on the
-other and not our memory.
+Base of both sides: `lb.server.ClientConnection` and `lb.upstream.UpstreamConnection`. What one side
+sends flows into the other at once; where that is full, the first one's socket is held, so that a
+slow reader stalls the writer and not our memory. The bodies that aiohttp's parsers fill are
+`aiohttp.StreamReader`s, which hold the socket in the same way while nobody takes them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,16 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
+        self.full = False  # has the peer enough to take for now?
+        # Whose bytes are written here, and where those that come in here are written to.
+        self._source: Connection | None = None
+        self._sink: Connection | None = None
         # The other side of an upgraded connection, which gets all that comes in here.
         self.tunnel: Connection | None = None
         self.tunnel_bytes = 0
         self.frames: FrameStream | None = None  # what comes in, where that is WebSocket frames
-        self._room: asyncio.Event | None = None
         self._reading_held = False
+        self._news: select.poll | None = None
 
     @property
     def connected(self) -> bool:
@@ -64,25 +68,36 @@ class Connection(asyncio.Protocol):
             self.tunnel.partner_lost()
 
     def pause_writing(self) -> None:
-        self._room = asyncio.Event()
-        if self.tunnel is not None:
-            self.tunnel.pause_reading()
+        self.full = True
+        if self._source is not None:
+            self._source.pause_reading()
 
     def resume_writing(self) -> None:
-        if self._room is not None:
-            self._room.set()
-            self._room = None
-        if self.tunnel is not None:
-            self.tunnel.resume_reading()
+        self.full = False
+        if self._source is not None:
+            self._source.resume_reading()
+
+    def flow_into(self, sink: Connection) -> None:
+        """From now on what comes in here is written there: hold this socket while that one is full."""
+        self._sink = sink
+        sink._source = self
+        if sink.full:
+            self.pause_reading()
+        else:
+            self.resume_reading()
+
+    def end_flow(self) -> None:
+        """What comes in from now on is not for the other side any more."""
+        if self._sink is not None:
+            self._sink._source = None
+            self._sink = None
+            self.resume_reading()
 
     def join(self, other: Connection) -> None:
-        """Make the two the ends of a tunnel; each holds its socket while the other one is full."""
+        """Make the two the ends of a tunnel."""
         self.tunnel, other.tunnel = other, self
-        for end, partner in ((self, other), (other, self)):
-            if end._room is None:
-                partner.resume_reading()
-            else:
-                partner.pause_reading()
+        self.flow_into(other)
+        other.flow_into(self)
 
     def tunnel_data(self, data: bytes) -> None:
         """Pass on what came in on an upgraded connection."""
@@ -99,10 +114,10 @@ class Connection(asyncio.Protocol):
         if self.transport is not None:
             self.transport.write(data)
 
-    async def drain(self) -> None:
-        """Wait until the peer has taken enough for more to be written."""
-        if self._room is not None:
-            await self._room.wait()
+    def write_all(self, pieces: list[bytes]) -> None:
+        """Send them all, together and without a copy."""
+        if self.transport is not None:
+            self.transport.writelines(pieces)
 
     def pause_reading(self) -> None:
         if not self._reading_held and self.transport is not None:
@@ -110,26 +125,32 @@ class Connection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """Read again; `resume_parser` is part of aiohttp's call, and its parser is never paused here."""
-        if self._reading_held and self.transport is not None:
+        """Read again, unless what comes in has nowhere to go.
+
+        `resume_parser` is part of aiohttp's call, and its parser is never paused here.
+        """
+        if not self._reading_held or (self._sink is not None and self._sink.full):
+            return
+        if self.transport is not None:
             self._reading_held = False
             self.transport.resume_reading()
 
     def has_hung_up(self) -> bool:
         """Has the peer closed, though we do not read? Asks the kernel (a paused socket tells nothing)."""
-        return self._poll(select.POLLRDHUP)
+        return self.transport is None or bool(self._poller(select.POLLRDHUP).poll(0))
 
     def has_news(self) -> bool:
         """Is anything here to be read, the end included, that the loop has not yet seen?"""
-        return self._poll(select.POLLIN | select.POLLRDHUP)
-
-    def _poll(self, events: int) -> bool:
-        sock = self._socket()
-        if sock is None:
+        if self.transport is None:
             return True
-        poll = select.poll()
-        poll.register(sock.fileno(), events)
-        return bool(poll.poll(0))
+        if self._news is None:
+            self._news = self._poller(select.POLLIN | select.POLLRDHUP)
+        return bool(self._news.poll(0))
+
+    def _poller(self, events: int) -> select.poll:
+        poller = select.poll()
+        poller.register(self._socket().fileno(), events)
+        return poller
 
     def abort(self, *, reset: bool = False) -> None:
         """Close at once and drop what is not sent; with `reset` so that the peer sees an error."""

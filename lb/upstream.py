@@ -14,7 +14,7 @@ import ssl
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import anyio
@@ -22,6 +22,7 @@ from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError, RawResponseMessage
 
 from lb.errors import (
+    AttemptError,
     BadResponse,
     ConnectFailed,
     LostBeforeResponse,
@@ -52,58 +53,60 @@ class Response:
     until_eof: bool
 
 
+class Taker(Protocol):
+    """Who waits for an answer, and is told of it as it comes."""
+
+    def answered(self, response: Response) -> None:
+        """A head is here, of an interim (1xx) answer or of the answer proper."""
+
+    def body_came(self) -> None:
+        """There is more of the body, or its end."""
+
+    def lost(self, error: AttemptError | ResponseCut) -> None:
+        """No more will come; `ResponseCut` if the head of the answer proper was told."""
+
+
 class UpstreamConnection(Connection):
     """One connection to a replica; it carries one request at a time."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__()
-        self._loop = asyncio.get_running_loop()
         self._pool = pool
         self.reused = False
         self.idle_since = 0.0
         self.after_upgrade: bytes | None = None
+        self._taker: Taker | None = None
         self._parser: Any = None
         self._method = "GET"
-        self._answers: deque[Response] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._answers: deque[Response] = deque()  # that the taker was not told of yet
         self._body: StreamReader | None = None
-        self._failure: Exception | None = None
+        self._failure: AttemptError | None = None
         self._answer_begun = False
         self._head_bytes = 0  # of the answer's head, so far
         self._interim = 0  # 1xx answers, so far
-        self._final = False  # is the head of the answer proper here?
+        self._final = False  # is the head of the answer proper here...
+        self._told = False  # ...and was the taker told of it?
         self._keep = True
         self._aborted = False
 
     # --- one exchange ---------------------------------------------------------------------------
 
-    def begin(self, method: str) -> None:
+    def begin(self, taker: Taker, method: str) -> None:
         """Get ready for the answer to one request of this method."""
+        self._taker = taker
         self._method = method
         self._parser = response_parser(self, method)
         self._answer_begun = False
         self._head_bytes = 0
         self._interim = 0
         self._final = False
-
-    async def answer(self) -> Response:
-        """The next response head, interim (1xx) ones included.
-
-        Raises an `AttemptError` if none comes.
-        """
-        while not self._answers:
-            if self._failure is not None:
-                raise self._failure
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._answers.popleft()
+        self._told = False
 
     def end(self) -> None:
         """The exchange is over, its body read to the end: keep the connection for another, or close it."""
+        self.end_flow()
         in_order = self._is_in_order()
+        self._taker = None
         self._parser = None
         self._body = None
         if not in_order:
@@ -122,6 +125,12 @@ class UpstreamConnection(Connection):
         except HttpProcessingError:
             return False
 
+    def give_up(self) -> None:
+        """The exchange is over before its end: nobody waits for more of it."""
+        self._taker = None
+        self.end_flow()
+        self.abort()
+
     def abort(self, *, reset: bool = True) -> None:
         """Close at once. A FIN would wait behind what the replica has not read; an RST does not.
 
@@ -137,10 +146,11 @@ class UpstreamConnection(Connection):
             self.tunnel_data(data)
         elif self.after_upgrade is not None:
             self.after_upgrade += data
-        elif self._parser is None:
+        elif self._taker is None:
             self.abort()  # nobody asked: an answer to nothing must not become the next one's answer
         else:
             self._feed(data)
+            self._tell(self._taker)
 
     def _feed(self, data: bytes) -> None:
         """Cut behind each head: in one piece with it, bytes that belong to no answer would spoil it."""
@@ -183,7 +193,6 @@ class UpstreamConnection(Connection):
         if self._body is not None and not self._body.is_eof():
             self._answers.clear()
         self._fail("protocol", what)
-        self.abort()
 
     def _take(self, message: RawResponseMessage, body: StreamReader) -> None:
         status = message.code
@@ -207,15 +216,27 @@ class UpstreamConnection(Connection):
                 ),
             )
         )
-        self._wake()
+
+    def _tell(self, taker: Taker) -> None:
+        """Hand on what has come: heads with what is here of the body, or more of it, or the end of it all."""
+        if self._told:
+            taker.body_came()
+        while self._answers and self._taker is taker:
+            response = self._answers.popleft()
+            self._told = response.status >= 200
+            taker.answered(response)
+        if self._failure is not None and self._taker is taker:
+            failure = self._failure
+            taker.lost(ResponseCut(failure.reason, failure.detail) if self._told else failure)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
         if exc is not None and self._parser is not None and not self._aborted:
             self._read_rest()
+        self._keep = False
         super().connection_lost(exc)
-        if self._parser is not None and self.tunnel is None:
-            self._lose(exc)
+        if self._taker is not None and self.tunnel is None:
+            self._lose(self._taker, exc)
 
     def _read_rest(self) -> None:
         """Read what came before an RST; a loop whose write has met the RST reads no more.
@@ -233,22 +254,25 @@ class UpstreamConnection(Connection):
         except OSError:
             pass  # no more is here
 
-    def _lose(self, exc: Exception | None) -> None:
-        unfinished = self._body is not None and not self._body.is_eof()
-        if exc is None and not self._aborted and unfinished:
+    def _lose(self, taker: Taker, exc: Exception | None) -> None:
+        if self._told and (self._body is None or self._body.is_eof()):
+            return  # all of the answer is here
+        if exc is None and not self._aborted and self._told:
             try:
                 self._parser.feed_eof()  # the proper end of a body without a length
             except HttpProcessingError:
                 pass
             else:
+                taker.body_came()
                 return
         self._fail(
             "truncated" if exc is None and self._answer_begun else "reset",
             "it closed the connection before its answer was complete",
         )
+        self._tell(taker)
 
     def _fail(self, reason: UpstreamReason, what: str) -> None:
-        """Tell whoever waits, for the head or for the body, that no more will come."""
+        """No more will come of this answer."""
         detail = f"{self._pool.name}: {what}"
         if self._answer_begun:
             self._failure = BadResponse(reason, detail)
@@ -256,20 +280,6 @@ class UpstreamConnection(Connection):
             self._failure = StaleConnection(detail)
         else:
             self._failure = LostBeforeResponse(detail)
-        if self._body is not None and not self._body.is_eof():
-            self._body.set_exception(ResponseCut(reason, detail))
-        self._wake()
-
-    def interrupt(self, error: Exception) -> None:
-        """Sending the request failed on our side: end the exchange with this error."""
-        if self._body is not None and not self._body.is_eof():
-            self._body.set_exception(error)
-        self._failure = self._failure or error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 def _announces_body(message: RawResponseMessage) -> bool:

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-
-import anyio
+from collections.abc import Callable
 
 
 class Wakeup:
-    """Wait for the next `fire`, or until a time is over."""
+    """Calls back at the next `fire`, or when a time is over."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
 
     def fire(self) -> None:
         """Wake everyone who waits now."""
-        event, self._event = self._event, asyncio.Event()
-        event.set()
+        for wake in tuple(self._timers):
+            self._end(wake)
 
-    async def wait(self, seconds: float) -> None:
-        """Wait for the next fire, `seconds` at the most."""
-        with anyio.move_on_after(seconds):
-            await self._event.wait()
+    def wait(self, wake: Callable[[], None], seconds: float) -> None:
+        """Call `wake` once: at the next fire, or after so many seconds."""
+        loop = asyncio.get_running_loop()
+        self._timers[wake] = loop.call_later(seconds, self._end, wake)
+
+    def cancel(self, wake: Callable[[], None]) -> None:
+        """Wait no more."""
+        timer = self._timers.pop(wake, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _end(self, wake: Callable[[], None]) -> None:
+        if wake in self._timers:  # another's waking may have ended its wait
+            self.cancel(wake)
+            wake()

@@ -254,7 +254,7 @@ def test_the_replay_budget_is_shared_and_given_back(
 ) -> None:
     a = replica_factory()
     balancer = start_balancer(a, replay_limit="80KiB", replay_budget="100KiB")
-    used = lambda: balancer.balancer.proxy._replay.used  # noqa: E731
+    used = lambda: balancer.balancer.proxy.replay.used  # noqa: E731
     half = 60 * 1024
     head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (half + 1)
     with balancer.client() as first, balancer.client() as second, balancer.client() as third:
@@ -288,7 +288,7 @@ def test_the_replay_budget_is_given_back_however_the_request_ends(
     balancer = start_balancer(
         a, replay_limit="200KiB", total_timeout="1s" if ending == "time is up" else "30s"
     )
-    used = lambda: balancer.balancer.proxy._replay.used  # noqa: E731
+    used = lambda: balancer.balancer.proxy.replay.used  # noqa: E731
     with balancer.client() as client:
         client.send(CHUNKED_HEAD + framed(b"x" * 100_000))
         balancer.wait_for(lambda: used() == 100_000)
