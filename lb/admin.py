@@ -3,86 +3,93 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from html import escape
-from typing import Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from lb.access import Token, is_loopback, refusal
+from lb.live import Live
+from lb.snapshot import Snapshot, status
 
-REFRESH_SECONDS = 5
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="refresh" content="{refresh}">
-<title>{service} · skyserve-lb</title>
-<style>
-body {{ font-family: sans-serif; margin: 2em; }}
-table {{ border-collapse: collapse; }}
-th, td {{ border-bottom: 1px solid #ccc; padding: 0.3em 1em; text-align: left; }}
-</style>
-</head>
-<body>
-<h1>{service}</h1>
-<p>{state}</p>
-<table>
-<tr>{head}</tr>
-{rows}
-</table>
-<p><a href="/replicas">replicas</a> · <a href="/metrics">metrics</a> ·
-<a href="/readyz">readyz</a> · <a href="/livez">livez</a></p>
-</body>
-</html>
-"""
-_COLUMNS = {
-    "url": "replica",
-    "state": "state",
-    "ejected": "ejected",
-    "accelerator": "accelerator",
-    "in_flight": "in flight",
-    "idle_connections": "idle connections",
-    "active_connections": "active connections",
+_FILES = Path(__file__).parent / "page"
+_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# What the page may do: load and ask for things here, and nothing else. Trusted types: no text that
+# came from a controller can become markup, even by a mistake in the script.
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        *(f"{each}-src 'self'" for each in ("connect", "img", "script", "style")),
+        *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_SAFE = {
+    "Content-Security-Policy": _POLICY,
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
 }
-# Nothing from elsewhere, no scripts, in no frame: the page shows what a controller has named.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+# The columns of /replicas.
+_REPLICA = frozenset(
+    (
+        "url",
+        "state",
+        "ejected",
+        "accelerator",
+        "in_flight",
+        "idle_connections",
+        "active_connections",
+    )
+)
+# How long those that are being answered may go on at the end; 0 would be for ever, with a page open.
+_LAST_WORDS_SECONDS = 0.1
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Admin:
-    """Serves `/livez`, `/readyz`, `/metrics`, `/replicas`, a page for people at `/`, and POST `/drain`.
+    """Serves `/livez`, `/readyz`, `/metrics`, `/replicas`, and POST `/drain`; for people the page at
+    `/`, which reads `/status` and, again and again, `/events`.
 
-    `not_ready` says why the balancer should get no new clients, or None; `replicas` is the table
-    as rows; `render_metrics` is the exposition text; `drain` begins to shut down.
+    `not_ready` says why the balancer should get no new clients, or None; `snapshot` is what is known
+    of it; `render_metrics` is the exposition text; `drain` begins to shut down. With a `token` only
+    who has it may drain.
     """
 
     def __init__(
         self,
         *,
-        service: str,
         not_ready: Callable[[], str | None],
-        replicas: Callable[[], list[dict[str, Any]]],
+        snapshot: Callable[[], Snapshot],
         render_metrics: Callable[[], bytes],
         drain: Callable[[], None],
         token: Token | None = None,
     ) -> None:
-        self._service = service
         self._not_ready = not_ready
-        self._replicas = replicas
+        self._snapshot = snapshot
         self._render_metrics = render_metrics
         self._drain = drain
         self._token = token
         self._loopback = False  # until it listens
         app = web.Application()
-        app.router.add_get("/", self._page)
         app.router.add_get("/livez", self._livez)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/replicas", self._table)
+        app.router.add_get("/replicas", self._replicas)
+        app.router.add_get("/status", self._status)
+        app.router.add_get("/events", Live(self._render_status).serve, allow_head=False)
         app.router.add_post("/drain", self._start_drain)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0)
+        app.router.add_get("/", _file(_FILES / "index.html", "text/html"))
+        for file in sorted(_FILES.iterdir()):
+            if content_type := _TYPES.get(file.suffix):
+                app.router.add_get(f"/page/{file.name}", _file(file, content_type))
+        app.on_response_prepare.append(_add_headers)
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=_LAST_WORDS_SECONDS
+        )
 
     async def start(self, host: str, port: int) -> list[tuple[str, int]]:
         """Listen; the addresses bound. Raises OSError where that cannot be."""
@@ -95,13 +102,6 @@ class Admin:
 
     async def stop(self) -> None:
         await self._runner.cleanup()
-
-    async def _page(self, _: web.Request) -> web.Response:
-        return web.Response(
-            text=page(self._service, self._not_ready(), self._replicas()),
-            content_type="text/html",
-            headers={"Content-Security-Policy": _POLICY},
-        )
 
     async def _livez(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -117,11 +117,18 @@ class Admin:
             body=self._render_metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
-    async def _table(self, _: web.Request) -> web.Response:
-        return web.Response(
-            text=json.dumps({"replicas": self._replicas()}, indent=2) + "\n",
-            content_type="application/json",
-        )
+    async def _replicas(self, _: web.Request) -> web.Response:
+        rows = [
+            {key: value for key, value in each.items() if key in _REPLICA}
+            for each in self._snapshot()["replicas"]
+        ]
+        return _json(json.dumps({"replicas": rows}, indent=2))
+
+    async def _status(self, _: web.Request) -> web.Response:
+        return _json(self._render_status())
+
+    def _render_status(self) -> str:
+        return json.dumps(status(self._snapshot()), separators=(",", ":"))
 
     async def _start_drain(self, request: web.Request) -> web.Response:
         headers = request.headers
@@ -139,23 +146,20 @@ class Admin:
         return web.Response(status=202, text="draining\n")
 
 
-def page(service: str, not_ready: str | None, replicas: list[dict[str, Any]]) -> str:
-    """The page for people: is it ready, and what are the replicas doing?"""
-    state = "Ready." if not_ready is None else f"Not ready: {not_ready}."
-    rows = [
-        "<tr>" + "".join(f"<td>{escape(_shown(row[key]))}</td>" for key in _COLUMNS) + "</tr>"
-        for row in replicas
-    ]
-    return _PAGE.format(
-        refresh=REFRESH_SECONDS,
-        service=escape(service),
-        state=escape(state),
-        head="".join(f"<th>{title}</th>" for title in _COLUMNS.values()),
-        rows="\n".join(rows),
-    )
+def _file(path: Path, content_type: str) -> Handler:
+    """A handler for a file of the page, which is read now."""
+    text = path.read_text(encoding="utf-8")
+
+    async def serve(_: web.Request) -> web.Response:
+        return web.Response(text=text, content_type=content_type)
+
+    return serve
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "" if value is None else str(value)
+def _json(text: str) -> web.Response:
+    return web.Response(text=text + "\n", content_type="application/json")
+
+
+async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(_SAFE)
+    response.headers.setdefault("Cache-Control", "no-store")

@@ -23,6 +23,7 @@ from lb.admin import Admin
 from lb.arrivals import Arrivals
 from lb.certificates import ServerCertificate, describe, describe_ca, replica_context
 from lb.errors import BadRequest, Rejected
+from lb.facts import Facts
 from lb.logs import Log
 from lb.metrics import Metrics
 from lb.policies import POLICIES
@@ -106,17 +107,26 @@ class Balancer:
             log=log,
             on_first_answer=self._first_answer,
         )
-        self._admin = Admin(
-            service=settings.service_name,
+        self._read_gauges()
+        self._facts = Facts(
+            settings,
+            mode,
+            metrics=self.metrics,
+            table=self.table,
+            pools=self._pools,
             not_ready=self._not_ready,
-            replicas=self._rows,
+            sync=lambda: self._syncer.state,
+            events=log.recent,
+        )
+        self._admin = Admin(
+            not_ready=self._not_ready,
+            snapshot=self._facts.snapshot,
             render_metrics=self.metrics.render,
             drain=self.drain,
             token=self._token,
         )
         self._drain_asked = asyncio.Event()
         self._forced = asyncio.Event()
-        self._read_gauges()
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -190,11 +200,12 @@ class Balancer:
         await self._admin.stop()
 
     async def _watch(self) -> None:
-        """Measure how late the loop is, and look after the files that may change."""
+        """Measure how late the loop is, keep the history, look after the files that may change."""
         while True:
             due = time.monotonic() + WATCH_SECONDS
             await anyio.sleep(WATCH_SECONDS)
             self.metrics.loop_lag(max(0.0, time.monotonic() - due))
+            self._facts.sample()
             for file in self._files:
                 file.reload_if_changed()
 
@@ -221,20 +232,6 @@ class Balancer:
         if not self.table.routable():
             return "no routable replica"
         return None
-
-    def _rows(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "url": replica.url,
-                "state": replica.state.value,
-                "ejected": replica.ejected,
-                "accelerator": replica.accelerator,
-                "in_flight": replica.inflight,
-                "idle_connections": self._pools[replica].idle,
-                "active_connections": self._pools[replica].active,
-            }
-            for replica in self.table
-        ]
 
     def _read_gauges(self) -> None:
         gauges, running = self.metrics.gauges, self.proxy.running

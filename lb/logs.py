@@ -8,10 +8,13 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from typing import Any, Literal, TextIO
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, TextIO, get_args
 
 import structlog
 
+from lb.events import RecentEvents
 from lb.settings import LogFormat, LogLevel
 
 Event = Literal[
@@ -42,14 +45,16 @@ Event = Literal[
     "tls.reload_failed",
     "tls.reloaded",
 ]
+_OF_REQUESTS = frozenset(event for event in get_args(Event) if event.startswith("request."))
 
 
 class Log:
-    """The logger of one balancer."""
+    """The logger of one balancer; `recent` has the last events for the status page."""
 
     def __init__(
         self, *, log_format: LogFormat, level: LogLevel, stream: TextIO | None = None
     ) -> None:
+        self.recent = RecentEvents()
         stream = stream or sys.stdout
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # whatever the terminal can show
@@ -73,12 +78,19 @@ class Log:
 
     def info(self, event: Event, **fields: object) -> None:
         self._logger.info(event, **fields)
+        self._keep("info", event, fields)
 
     def warning(self, event: Event, **fields: object) -> None:
         self._logger.warning(event, **fields)
+        self._keep("warning", event, fields)
 
     def error(self, event: Event, **fields: object) -> None:
         self._logger.error(event, **fields)
+        self._keep("error", event, fields)
+
+    def _keep(self, level: str, event: Event, fields: Mapping[str, object]) -> None:
+        if event not in _OF_REQUESTS:
+            self.recent.add(time.time(), level, event, fields)
 
 
 class _Sink:

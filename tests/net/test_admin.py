@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import select
 import shutil
+import socket
 import subprocess
 import threading
+import time
+from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +23,14 @@ from controller_client.testing import (
     answer,
     hold,
 )
-from lb.admin import page
 from lb.app import EXIT_BAD_CONFIGURATION, StartError
+from lb.live import MAX_LISTENERS
+from tests.net import canned
+from tests.net.canned import CannedAdmin, address_of
 from tests.net.conftest import StartBalancer
-from tests.net.harness import Closed, RawClient, RunningBalancer, request
+from tests.net.harness import PATIENCE_SECONDS, Closed, RawClient, RunningBalancer, request
 
-PATHS = ["/", "/livez", "/readyz", "/metrics", "/replicas"]
+PATHS = ["/", "/livez", "/readyz", "/metrics", "/replicas", "/status", "/events", "/page/page.js"]
 
 
 def test_liveness_and_readiness_before_the_first_sync(fake_controller: FakeController) -> None:
@@ -247,70 +254,245 @@ def test_the_replicas_as_json(
     assert (row["in_flight"], row["idle_connections"], row["active_connections"]) == (0, 1, 0)
 
 
+def test_the_status_as_json(
+    fake_controller: FakeController, replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    a, b = replica_factory(), replica_factory()
+    balancer = start_balancer(a, b, service_name="chat", sticky="cookie:sid", sync_interval="20s")
+    answered = balancer.admin_get("/status")
+    assert answered.values(b"content-type") == [b"application/json; charset=utf-8"]
+    found = json.loads(answered.body)
+    about = found["about"]
+    assert (about["service"], about["policy"], about["sticky"]) == (
+        *("chat", "least_load"),
+        "cookie:sid",
+    )
+    assert about["started"] <= found["now"]
+    assert (found["not_ready"], found["draining"], found["held"]) == (None, False, None)
+    assert found["counts"] == {"serving": 2, "held": 0, "draining": 0, "ejected": 0}
+    assert {each["url"] for each in found["replicas"]} == {a.url, b.url}
+    assert all(about["started"] <= each["since"] <= found["now"] for each in found["replicas"])
+    sync = found["sync"]
+    assert (sync["result"], sync["interval"], sync["failing_since"]) == ("ok", 20.0, None)
+    assert about["started"] <= sync["last_answer"] <= found["now"]
+    assert [each["event"] for each in found["events"]] == [
+        *("server.started", "replica.added", "replica.added")
+    ]
+
+
+def test_the_status_follows_the_list(
+    fake_controller: FakeController, replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    a = replica_factory()
+    balancer = start_balancer(a, grace_period="60s")
+
+    def found() -> dict[str, Any]:
+        status: dict[str, Any] = json.loads(balancer.admin_get("/status").body)
+        return status
+
+    fake_controller.set_ready([])
+    balancer.log.wait_for("list.held")
+    held = found()
+    assert held["held"]["until"] - held["held"]["since"] == pytest.approx(60)
+    assert held["held"]["since"] <= held["now"]
+    assert held["replicas"][0]["state"] == "held"
+    assert held["sync"]["result"] == "empty"
+    fake_controller.refuse()
+    balancer.log.wait_for("sync.failed")
+    failing = found()
+    assert failing["sync"]["result"] == "connect_error"
+    assert failing["sync"]["cause"]
+    assert held["now"] <= failing["sync"]["failing_since"] <= failing["now"]
+    assert failing["sync"]["last_answer"] < failing["sync"]["failing_since"]
+    assert failing["not_ready"] is None  # held is routable
+
+
+def test_the_history_counts_what_was_answered(
+    replica_factory: ReplicaFactory, start_balancer: StartBalancer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lb.history.STEP_SECONDS", 1)
+    a = replica_factory()
+    balancer = start_balancer(a)
+    a.behave(answer(b"no", status=500), answer(b"yes"), answer(b"yes"))
+    for _ in range(3):
+        balancer.get("/secret-path?secret-query")
+
+    def look() -> dict[str, Any] | None:
+        found: dict[str, Any] = json.loads(balancer.admin_get("/status").body)
+        return found if found["replicas"][0]["finished"] == 3 else None
+
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (found := look()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (row,) = found["replicas"]
+    assert (row["failed"], row["share"]) == (1, 1.0)
+    assert sum(found["history"]["rate"]["ok"]) > 0
+    assert sum(found["history"]["rate"]["upstream_error"]) > 0
+    assert found["recent"]["failed"] == pytest.approx(1 / 3, rel=0.001)
+    assert 0 < found["recent"]["first_byte"]["p50"] <= found["recent"]["duration"]["p99"]
+    assert "secret" not in json.dumps(found)
+
+
+# --- the page and its events ----------------------------------------------------------------------
+
+
 class Page(HTMLParser):
-    """What a browser would find: the tags and the text of each cell."""
+    """What a browser would load and follow, and what is in the page itself."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.tags: list[str] = []
+        self.loads: list[str] = []
         self.links: list[str] = []
-        self.cells: list[str] = []
-        self._in_cell = False
+        self.inline: list[str] = []
+        self._open = ""
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("href", "src", "action")]
-        self._in_cell = tag in ("td", "th")
-        if self._in_cell:
-            self.cells.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._in_cell = False
+        self._open = tag
+        for name, value in attrs:
+            if name in ("href", "src"):
+                (self.links if tag == "a" else self.loads).append(value or "")
+            elif name == "style" or name.startswith("on"):
+                self.inline.append(name)
 
     def handle_data(self, data: str) -> None:
-        if self._in_cell:
-            self.cells[-1] += data
+        if self._open in ("script", "style") and data.strip():
+            self.inline.append(data)
 
 
-def test_the_page_for_people(
-    replica_factory: ReplicaFactory, start_balancer: StartBalancer
+def test_the_page_and_all_that_it_loads(start_balancer: StartBalancer) -> None:
+    balancer = start_balancer()
+    answered = balancer.admin_get("/")
+    assert (answered.status, answered.values(b"content-type")) == (
+        200,
+        [b"text/html; charset=utf-8"],
+    )
+    found = Page(answered.body.decode())
+    assert found.inline == []
+    assert found.loads == ["page/icon.svg", "page/page.css", "page/page.js"]
+    assert found.links == ["status", "status", "replicas", "metrics", "readyz", "livez"]
+    types = []
+    for each in found.loads:
+        loaded = balancer.admin_get(f"/{each}")
+        assert loaded.status == 200
+        types += loaded.values(b"content-type")
+    assert types == [
+        *(b"image/svg+xml; charset=utf-8", b"text/css; charset=utf-8"),
+        b"text/javascript; charset=utf-8",
+    ]
+    assert {balancer.admin_get(f"/{each}").status for each in found.links} == {200, 503}
+
+
+@pytest.mark.parametrize("path", ["/", "/page/page.js", "/status", "/events", "/nowhere"])
+def test_what_a_browser_may_do_with_it(path: str, start_balancer: StartBalancer) -> None:
+    balancer = start_balancer()
+    with RawClient(balancer.admin) as client:
+        answered = client.ask(request(target=path), head_only=True)
+    policy = answered.values(b"content-security-policy")
+    assert policy == [
+        (
+            b"default-src 'none'; connect-src 'self'; img-src 'self'; script-src 'self'; "
+            b"style-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+            b"require-trusted-types-for 'script'; trusted-types 'none'"
+        )
+    ]
+    assert answered.values(b"x-content-type-options") == [b"nosniff"]
+    assert answered.values(b"cross-origin-resource-policy") == [b"same-origin"]
+    assert answered.values(b"cache-control") == [b"no-store"]
+
+
+class Listener:
+    """One that reads `/events`."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.client = RawClient(address)
+        self.head = self.client.ask(request(target="/events"), head_only=True)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.client.sock.close()
+
+    def status(self) -> dict[str, Any]:
+        """The next one that comes."""
+        while not (event := self.client.chunk()).startswith(b"data: "):
+            assert event == b"retry: 2000\n\n"
+        assert event.endswith(b"\n\n")
+        assert event.count(b"\n") == 2
+        status: dict[str, Any] = json.loads(event[6:])
+        return status
+
+
+def test_events_tell_what_happens(
+    fake_controller: FakeController, replica_factory: ReplicaFactory, start_balancer: StartBalancer
 ) -> None:
     a, b = replica_factory(), replica_factory()
-    balancer = start_balancer(a, b, service_name="chat <b>")
-    answered = balancer.admin_get("/")
-    assert answered.status == 200
-    assert answered.values(b"content-type") == [b"text/html; charset=utf-8"]
-    assert answered.values(b"content-security-policy") == [
-        b"default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
-    ]
-    text = answered.body.decode()
-    assert "<h1>chat &lt;b&gt;</h1>" in text
-    assert "<p>Ready.</p>" in text
-    found = Page(text)
-    assert found.cells[:3] == ["replica", "state", "ejected"]
-    assert found.cells[7:11] == [a.url, "serving", "no", ""]
-    assert found.cells[14] == b.url
-    assert "script" not in found.tags
-    assert found.links == ["/replicas", "/metrics", "/readyz", "/livez"]
-    for link in found.links:
-        assert balancer.admin_get(link).status == 200
+    balancer = start_balancer(a)
+    with Listener(balancer.admin) as listener:
+        assert listener.head.values(b"content-type") == [b"text/event-stream"]
+        assert [each["url"] for each in listener.status()["replicas"]] == [a.url]
+        fake_controller.set_ready([a.url, b.url])
+        while len(listener.status()["replicas"]) < 2:
+            pass
 
 
-def test_all_that_the_page_shows_is_escaped() -> None:
-    evil = "<script>alert('x')</script>&\""
-    row = {
-        "url": evil,
-        "state": evil,
-        "ejected": True,
-        "accelerator": evil,
-        "in_flight": 1,
-        "idle_connections": 2,
-        "active_connections": 3,
-    }
-    found = Page(page(evil, evil, [row]))
-    assert "script" not in found.tags
-    assert found.cells[7:] == [evil, evil, "yes", evil, "1", "2", "3"]
+def test_an_open_page_keeps_no_balancer_from_ending(start_balancer: StartBalancer) -> None:
+    balancer = start_balancer()
+    with Listener(balancer.admin) as listener:
+        listener.status()
+        balancer.call(balancer.balancer.drain)
+        while not listener.status()["draining"]:
+            pass
+        balancer.call(balancer.balancer.drain)
+        balancer._thread.join(PATIENCE_SECONDS)
+        assert not balancer._thread.is_alive()
+
+
+def test_only_so_many_are_fed_and_a_place_that_is_left_is_free(
+    start_balancer: StartBalancer,
+) -> None:
+    balancer = start_balancer()
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(Listener(balancer.admin)) for _ in range(MAX_LISTENERS)]
+        assert {each.head.status for each in listeners} == {200}
+        refused = balancer.admin_get("/events")
+        assert (refused.status, refused.values(b"retry-after")) == (503, [b"5"])
+        assert balancer.admin_get("/status").status == 200
+        listeners[0].client.sock.close()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            with Listener(balancer.admin) as late:
+                if late.head.status == 200:
+                    assert late.status()["about"]
+                    return
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_one_that_does_not_read_is_cut_off_and_nothing_piles_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lb.live.INTERVAL_SECONDS", 0.001)
+    monkeypatch.setattr("lb.live.STALL_SECONDS", 0.3)
+    many = [canned.replica(f"10.0.0.{number}:8000") for number in range(3000)]
+    admin = CannedAdmin(canned.snapshot(*many))
+    with admin as url, socket.socket() as deaf, Listener(address_of(url)) as other:
+        size = len(json.dumps(other.status()))
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(address_of(url))
+        deaf.sendall(request(target="/events"))
+        poller = select.poll()
+        poller.register(deaf, 0)  # tells of a reset all the same
+        sent = 0
+        while not poller.poll(0):
+            other.status()
+            sent += 1
+            assert sent * size < 2**30
+        # Whoever reads is fed on, and what was kept for the deaf one is what the kernel took.
+        assert other.status()["replicas"]
+        assert admin.most_buffered < 2**20 + size
 
 
 def test_the_metrics(replica_factory: ReplicaFactory, start_balancer: StartBalancer) -> None:
