@@ -1,4 +1,4 @@
-"""The command line: `skyserve-lb serve`, `demo` and `doctor`.
+"""The command line: `skyserve-lb serve`, the commands of a service on one machine, `demo`, `doctor`.
 
 Click only splits the arguments; their meaning is in `lb.settings`, so that flags and environment
 variables are checked alike and all faults come out together. What a command needs is imported when
@@ -6,18 +6,20 @@ it runs: `--help` and a fault must not wait for the HTTP stack.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 
 import click
 
 from lb import __version__
-from lb.kinds import nearest, shown
+from lb.kinds import duration, nearest, shown
 from lb.settings import OPTIONS, Settings, SettingsError, load
 
 PROGRAM = "skyserve-lb"
 BAD_CONFIGURATION = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
+STATE = Path("~/.skyserve-lb")
 
 
 class _Commands(click.Group):
@@ -102,6 +104,110 @@ commands.add_command(
 )
 
 
+def _duration(text: str) -> float:
+    try:
+        seconds: float = duration(zero=True).parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return seconds
+
+
+def _state_dir(function: Callable[..., int]) -> Callable[..., int]:
+    """Let a command have --state-dir."""
+    option = click.option(
+        *("--state-dir", "state"),
+        type=click.Path(file_okay=False, path_type=Path),
+        default=STATE,
+        help=f"Where the services of this machine are kept.  [{STATE}]",
+        callback=lambda _ctx, _param, folder: folder.expanduser().absolute(),
+    )
+    return option(function)
+
+
+@commands.command()
+@click.argument("file", type=click.Path(path_type=Path), metavar="SERVICE.YAML")
+@click.option("--name", metavar="NAME", help="Name of the service.  [that in the file, or service]")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of the endpoint.  [a free one]")
+@click.option(
+    "--gap",
+    metavar="DURATION",
+    default="0",
+    callback=lambda _ctx, _param, text: _duration(text),
+    help="A fault, on purpose: for so long after an update the ready list goes by the versions "
+    "from before it, as SkyPilot's does.  [0]",
+)
+@_state_dir
+def up(file: Path, name: str | None, port: int | None, gap: float, state: Path) -> int:
+    """Run a SkyServe service on this machine: replicas as local processes, a controller, a balancer.
+
+    The load balancer takes its options from SKYSERVE_LB_... in the environment, but for the address.
+    """
+    from controller_client.embedded import commands as embedded
+
+    click.echo(embedded.up(file, state, name=name, port=port or 0, gap=gap))
+    return 0
+
+
+@commands.command()
+@click.argument("name")
+@click.argument("file", type=click.Path(path_type=Path), metavar="SERVICE.YAML")
+@click.option(
+    "--mode",
+    type=click.Choice(["rolling", "blue_green"]),
+    default="rolling",
+    help="Serve old and new replicas side by side, or switch when enough new ones are ready.  [rolling]",
+)
+@_state_dir
+def update(name: str, file: Path, mode: str, state: Path) -> int:
+    """Update a service to what the file says now.
+
+    A change of nothing but its `service:` section takes the running replicas over.
+    """
+    from controller_client.embedded import commands as embedded
+    from controller_client.embedded.versions import Mode
+
+    version = embedded.update(name, file, state, Mode(mode))
+    click.echo(f"{name} goes to version {version}; watch it: skyserve-lb status {name} --watch")
+    return 0
+
+
+@commands.command()
+@click.argument("name", required=False)
+@click.option("--watch", is_flag=True, help="Go on showing it.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_state_dir
+def status(name: str | None, watch: bool, as_json: bool, state: Path) -> int:
+    """Show the services of this machine and their replicas."""
+    from controller_client.embedded import commands as embedded
+
+    embedded.status(name, state, watch=watch, as_json=as_json)
+    return 0
+
+
+@commands.command()
+@click.argument("name")
+@click.argument("which", default="controller", metavar="[ID|controller|balancer]")
+@click.option("--follow", "-f", is_flag=True, help="Go on as it grows.")
+@_state_dir
+def logs(name: str, which: str, follow: bool, state: Path) -> int:
+    """Print the log of a replica, of the controller or of the load balancer."""
+    from controller_client.embedded import commands as embedded
+
+    embedded.logs(name, which, state, follow=follow)
+    return 0
+
+
+@commands.command()
+@click.argument("name")
+@_state_dir
+def down(name: str, state: Path) -> int:
+    """End a service, its replicas and all else of it."""
+    from controller_client.embedded import commands as embedded
+
+    embedded.down(name, state)
+    return 0
+
+
 @commands.command()
 def demo() -> int:
     """Show the fault and the cure on this machine.
@@ -137,7 +243,10 @@ def main() -> int:
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else PROGRAM
         faults = [f"{error.format_message()} Try '{command} --help'."]
-    except click.Abort:
+    except click.ClickException as error:
+        click.echo(f"{PROGRAM}: {error.format_message()}", err=True)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     else:
         return code

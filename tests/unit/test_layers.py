@@ -28,6 +28,9 @@ PURE = {
     "lb.snapshot",
     "lb.stickiness",
     "controller_client",
+    "controller_client.embedded",
+    "controller_client.embedded.task",
+    "controller_client.embedded.versions",
     "controller_client.errors",
     "controller_client.protocol",
 }
@@ -48,6 +51,7 @@ NO_IO = {
     "re",
     "typing",
     "urllib.parse",
+    "yaml",
 }
 
 

@@ -1,0 +1,226 @@
+"""What `skyserve-lb up`, `update`, `status`, `logs` and `down` do. Each returns when it is done."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import socket
+import sqlite3
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from controller_client.embedded import controller, tables, task
+from controller_client.embedded.controller import Places
+from controller_client.embedded.store import Store
+from controller_client.embedded.task import Task
+from controller_client.embedded.versions import Mode, Service
+
+PATIENCE_SECONDS = 30.0
+LOOK_SECONDS = 0.1
+
+
+class BadFileError(click.ClickException):
+    exit_code = 2
+
+
+def up(
+    file: Path,
+    state: Path,
+    *,
+    name: str | None = None,
+    port: int = 0,
+    gap: float = 0.0,
+    options: Sequence[str] = (),
+    leash: int | None = None,
+) -> str:
+    """Start a service; its endpoint, when that takes requests. `options` are the balancer's.
+
+    The service ends when the other end of the descriptor `leash` is closed.
+    """
+    loaded = _load(file)
+    name = name or loaded.config.get("name") or "service"
+    if not task.NAME.fullmatch(name):
+        raise click.ClickException(f"'{name}' is no name: letters, digits and -_. make one")
+    with _opened(state) as store, Places(state, name).locked("command"):
+        places = Places(state, name)
+        service = Service(
+            name=name,
+            tasks={1: loaded.config},
+            wanted=loaded.policy["min_replicas"],
+            port=port or controller.free_port(),
+            admin_port=controller.free_port(),
+            options=list(options),
+            gap=gap,
+            born=time.time(),
+        )
+        try:
+            store.add(service)
+        except sqlite3.IntegrityError:
+            way = f"change it with 'skyserve-lb update {name} FILE', or end it with 'skyserve-lb down {name}'"
+            raise click.ClickException(f"there is a service {name} already: {way}") from None
+        places.folder.mkdir(exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            fd = listener.fileno()
+            controller.start(state, name, service.born, socket_fd=fd, leash=leash)
+        if fault := _fault_of_balancer(places):
+            _down(store, places)
+            raise click.ClickException(f"{name} is down again: {fault}")
+        endpoint: str = tables.row(service, 0, controlled=True)["endpoint"]
+        return endpoint
+
+
+def _fault_of_balancer(places: Places) -> str | None:
+    """Wait for the balancer; why it does not start, or None when it has."""
+    for _ in _patiently():
+        lines = places.balancer_log.read_text().splitlines() if places.balancer_log.exists() else []
+        if any('"server.started"' in line for line in lines):
+            return None
+        if lines and not lines[-1].startswith("{"):
+            return lines[-1]
+    return f"nothing was heard of its load balancer within {PATIENCE_SECONDS:g} s"
+
+
+def update(name: str, file: Path, state: Path, mode: Mode) -> int:
+    """Update a service to what the file says; the number of the new version."""
+    loaded = _load(file)
+    with _opened(state) as store, Places(state, name).locked("command"):
+        with _known(store, name), store.edit(name) as service:
+            if service.ending:
+                raise click.ClickException(f"{name} is being taken down")
+            version = max(service.tasks) + 1
+            service.tasks[version] = loaded.config
+        _post(store, name, "/controller/update_service", {"version": version, "mode": mode.value})
+    return version
+
+
+def _post(store: Store, name: str, path: str, body: dict[str, Any]) -> None:
+    """Call the controller, again and again while another takes over."""
+    cause: Exception | None = None
+    for _ in _patiently():
+        service = store.get(name)
+        assert service
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{service.controller_port}{path}", json.dumps(body).encode()
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS):  # noqa: S310 - an address of our own
+                return
+        except (OSError, http.client.HTTPException) as error:
+            cause = error
+    raise click.ClickException(f"the controller of {name} does not take it: {cause}")
+
+
+def down(name: str, state: Path) -> None:
+    """End a service and all its processes, and forget it."""
+    with _opened(state) as store, Places(state, name).locked("command"), _known(store, name):
+        _down(store, Places(state, name))
+
+
+def _down(store: Store, places: Places) -> None:
+    name = places.folder.name
+    with store.edit(name) as service:
+        service.ending = True
+    while store.get(name):  # the controller is at it, or there is none and we are
+        with places.locked("controller", wait=False) as alone:
+            if alone and (left := store.get(name)):
+                asyncio.run(controller.take_down(store, places, left))
+        time.sleep(LOOK_SECONDS)
+
+
+def status(name: str | None, state: Path, *, watch: bool, as_json: bool) -> None:
+    """Print the tables of one service or of all; with `watch` each second, until interrupted."""
+    with _opened(state) as store:
+        console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+        if as_json or not watch:
+            while True:
+                found = rows(store, state, name)
+                click.echo(
+                    json.dumps(found, indent=None if watch else 2)
+                ) if as_json else console.print(tables.tables(found))
+                if not watch:
+                    return
+                time.sleep(1)
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(tables.tables(rows(store, state, name)), refresh=True)
+                time.sleep(1)
+
+
+def rows(store: Store, state: Path, name: str | None = None) -> list[dict[str, Any]]:
+    """What `status --json` prints."""
+    with _known(store, name):
+        services = [store.get(each) for each in ([name] if name else store.names())]
+    return [_row(state, service) for service in services if service]
+
+
+def _row(state: Path, service: Service) -> dict[str, Any]:
+    with Places(state, service.name).locked("controller", wait=False) as free:
+        return tables.row(service, time.time(), controlled=not free)
+
+
+def logs(name: str, which: str, state: Path, *, follow: bool) -> None:
+    """Print the log of a replica (by its id), of the `controller` or of the `balancer`."""
+    places = Places(state, name)
+    with _opened(state) as store, _known(store, name):
+        file = {"controller": places.controller_log, "balancer": places.balancer_log}.get(which)
+        file = file or places.replica(int(which) if which.isdigit() else 0) / "log"
+        if not file.exists():
+            raise click.ClickException(f"{name} has no log of {which}")
+        with file.open(errors="replace") as lines:
+            while file.exists():
+                click.echo(lines.read(), nl=False)
+                if not follow:
+                    return
+                time.sleep(LOOK_SECONDS)
+
+
+def _load(file: Path) -> Task:
+    """The task in a file; what has no effect is named on stderr."""
+
+    def find(path: str) -> str | None:
+        found = Path(path).expanduser().absolute()
+        return str(found) if found.exists() else None
+
+    try:
+        loaded, notes = task.parse(file.read_text(), str(file), os.environ, find)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadFileError(f"{file} cannot be read: {getattr(error, 'strerror', error)}") from None
+    except task.TaskError as error:
+        raise BadFileError(str(error)) from None
+    for note in notes:
+        click.echo(f"skyserve-lb: {note}", err=True)
+    return loaded
+
+
+@contextlib.contextmanager
+def _opened(state: Path) -> Iterator[Store]:
+    store = Store(state)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@contextlib.contextmanager
+def _known(store: Store, name: str | None) -> Iterator[None]:
+    names = store.names()
+    if name and name not in names:
+        there = f"there are {', '.join(names)}" if names else "there is none"
+        raise click.ClickException(f"no service {name}: {there}")
+    yield
+
+
+def _patiently() -> Iterator[None]:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(LOOK_SECONDS)

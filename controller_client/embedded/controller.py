@@ -1,0 +1,445 @@
+"""`python -m controller_client.embedded.controller`: the controller of one service.
+
+Two of these processes run for each service. The one that holds the service's lock works; the other
+waits for the lock, which the kernel gives it the moment the first is gone, however that ended. The
+one that works starts the other, the load balancer and the replicas, and starts again whatever of
+these ends. So each process is watched by another, and any one of them may be killed. Both hold the
+listening socket: a call that is made in between waits and is answered.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+from aiohttp import web
+
+from controller_client.embedded import processes
+from controller_client.embedded.processes import Process
+from controller_client.embedded.store import Store
+from controller_client.embedded.task import Task
+from controller_client.embedded.versions import FAILURES, Mode, Replica, Scaler, Service, Status
+from controller_client.protocol import SYNC_PATH
+
+ROOT = Path(__file__).parents[2]  # where `-m` finds this very package, wherever the user is
+TICK_SECONDS = 0.2
+PROBE_SECONDS = 1.0
+NOT_READY_SECONDS = 180.0  # SkyPilot's: a replica that fails its probe for longer is replaced
+DRAIN_SECONDS = 120.0  # SkyPilot's: longest wait for the requests of a replica that goes
+KILL_SECONDS = 30.0  # from SIGTERM to SIGKILL
+LONGEST_PAUSE_SECONDS = 60.0  # before a replica is launched in the place of failed ones
+# The balancer's own options where neither the task nor the user's environment says otherwise.
+BALANCER = {"SKYSERVE_LB_SYNC_INTERVAL": "500ms", "SKYSERVE_LB_DRAIN_TIMEOUT": "10s"}
+LIFE = 'cd "$SKYPILOT_SERVE_FOLDER" && bash setup.sh && : >started && cd "$1" && exec bash "$2"'
+
+NO_ANSWER = (OSError, aiohttp.ClientError, asyncio.TimeoutError)
+
+log = logging.getLogger("controller")
+
+
+class Places:
+    """Where a service's files are."""
+
+    def __init__(self, state: Path, name: str) -> None:
+        self.state = state
+        self.folder = state / name
+        self.balancer_log = self.folder / "balancer.log"
+        self.controller_log = self.folder / "controller.log"
+
+    def replica(self, replica_id: int) -> Path:
+        return self.folder / f"replica-{replica_id}"
+
+    def balancer(self, service: Service) -> Process:
+        mark = f"SKYPILOT_SERVE_FOLDER={self.folder}"
+        return Process(service.balancer_pid, service.balancer_started, mark)
+
+    def process(self, replica: Replica) -> Process:
+        mark = f"SKYPILOT_SERVE_FOLDER={self.replica(replica.id)}"
+        return Process(replica.pid, replica.started, mark)
+
+    @contextlib.contextmanager
+    def locked(self, what: str, *, wait: bool = True) -> Iterator[bool]:
+        """Hold a lock of the service's, which ends with the process; false if another has it."""
+        with (self.state / f"{self.folder.name}.{what}.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start(
+    state: Path, name: str, born: float, *, socket_fd: int, leash: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a controller process. It ends the service when the other end of `leash` is closed."""
+    words = [str(state), name, repr(born), str(socket_fd), "leash" if leash is not None else ""]
+    with Places(state, name).controller_log.open("ab") as output:
+        return subprocess.Popen(  # noqa: S603 - this very program
+            [sys.executable, "-m", "controller_client.embedded.controller", *words],
+            cwd=ROOT,
+            pass_fds=[socket_fd],
+            stdin=subprocess.DEVNULL if leash is None else leash,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+async def take_down(store: Store, places: Places, service: Service) -> None:
+    """End all processes of a service, the balancer first and in peace, and forget it."""
+    await _end_all([places.balancer(service)], 15.0)
+    await _end_all([places.process(replica) for replica in service.replicas], KILL_SECONDS)
+    shutil.rmtree(places.folder, ignore_errors=True)
+    store.remove(service.name)
+
+
+async def _end_all(ending: list[Process], seconds: float) -> None:
+    for process in ending:
+        process.signal(signal.SIGTERM)
+    with anyio.move_on_after(seconds):
+        while any(process.members for process in ending):
+            processes.reap()
+            await anyio.sleep(TICK_SECONDS / 4)
+    for process in ending:
+        process.end()
+
+
+class Controller:
+    """The one that works. `born` tells the service from an earlier one of the same name."""
+
+    def __init__(
+        self, state: Path, name: str, born: float, listener: socket.socket, leash: bool
+    ) -> None:
+        self._name = name
+        self._born = born
+        self._places = Places(state, name)
+        self._store = Store(state)
+        self._listener = listener
+        self._leash = leash
+        self._standby: subprocess.Popen[bytes] | None = None
+        self._balancer_due = 0.0
+        self._work: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._probe_due: dict[int, float] = {}
+        self._scaler = Scaler(0)
+
+    async def run(self) -> None:
+        """Work until the service is to end, then end it. Returns at once if there is none."""
+        service = self._store.get(self._name)
+        if service is None or service.born != self._born:
+            return
+        self._scaler.target = service.wanted
+        with self._store.edit(self._name) as service:
+            service.controller_pid = os.getpid()
+            service.controller_port = self._listener.getsockname()[1]
+        log.info("process %d takes over", os.getpid())
+        if self._leash:
+            asyncio.get_running_loop().add_reader(0, self._leash_moved)
+        runner = web.AppRunner(
+            self._app(), access_log=None, handle_signals=False, shutdown_timeout=1
+        )
+        await runner.setup()
+        await web.SockSite(runner, self._listener).start()
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True)
+        ) as self._http:
+            while not (service := self._current()).ending:
+                try:
+                    self._tick(service)
+                except Exception:
+                    log.exception("the next round may go better")
+                await anyio.sleep(TICK_SECONDS)
+            for work in self._work.values():
+                work.cancel()
+            if self._standby:
+                self._standby.kill()
+                self._standby.wait()
+            await take_down(self._store, self._places, self._current())
+        await runner.cleanup()
+
+    def _current(self) -> Service:
+        service = self._store.get(self._name)
+        assert service is not None
+        return service
+
+    def _leash_moved(self) -> None:
+        if not os.read(0, 1):
+            asyncio.get_running_loop().remove_reader(0)
+            with self._store.edit(self._name) as service:
+                service.ending = True
+
+    # --- keeping all alive ----------------------------------------------------------------------
+
+    def _tick(self, service: Service) -> None:
+        processes.reap()
+        now = time.time()
+        if self._standby is None or self._standby.poll() is not None:
+            fd = self._listener.fileno()
+            self._standby = start(
+                self._places.state,
+                self._name,
+                self._born,
+                socket_fd=fd,
+                leash=0 if self._leash else None,
+            )
+        if not self._places.balancer(service).alive and now >= self._balancer_due:
+            self._balancer_due = now + 1
+            self._start_balancer(service)
+        for replica in service.replicas:
+            self._look_after(service, replica, now)
+        self._scale(now)
+
+    def _start_balancer(self, service: Service) -> None:
+        task = Task(service.tasks[service.latest]).config["service"]
+        options = ["--service-name", self._name, "--host", "127.0.0.1", "--port", str(service.port)]
+        options += ["--admin-host", "127.0.0.1", "--admin-port", str(service.admin_port)]
+        options += ["--controller-url", f"http://127.0.0.1:{service.controller_port}"]
+        options += [
+            "--log-format",
+            "json",
+            "--policy",
+            task.get("load_balancing_policy", "least_load"),
+        ]
+        for key, path in task.get("tls", {}).items():
+            options += [f"--tls-{key}", path]
+        if "instance_aware_least_load" in options:
+            options += [
+                "--target-qps",
+                json.dumps(task["replica_policy"]["target_qps_per_replica"]),
+            ]
+        command = [sys.executable, "-m", "lb", "serve", *options, *service.options]
+        mark, output = self._places.balancer(service).mark, self._places.balancer_log
+        env = {**BALANCER, **os.environ}
+        with (
+            processes.starting(command, mark=mark, log=output, cwd=ROOT, env=env) as process,
+            self._store.edit(self._name) as service,
+        ):
+            service.balancer_pid, service.balancer_started = process.pid, process.started
+        log.info("load balancer started as process %d", process.pid)
+
+    def _look_after(self, service: Service, replica: Replica, now: float) -> None:
+        process = self._places.process(replica)
+        probe = Task(service.tasks[replica.version]).probe
+        slow = (
+            replica.first_ready_at is None
+            and now - replica.launched_at > probe["initial_delay_seconds"]
+        )
+        if replica.status is Status.SHUTTING_DOWN:
+            self._do("end", replica.id, self._end, replica)
+        elif not replica.stays:
+            pass
+        elif not process.alive:
+            process.end()
+            self._lost(replica, Status.FAILED, "ended by itself")
+        elif slow:
+            process.end()
+            self._lost(replica, Status.FAILED_INITIAL_DELAY, "was not ready in time")
+        elif replica.status is Status.NOT_READY and now - replica.changed_at > NOT_READY_SECONDS:
+            process.end()
+            self._lost(replica, Status.FAILED, "failed its probe for too long")
+        elif replica.status is not Status.PROVISIONING:
+            if now >= self._probe_due.get(replica.id, 0.0):
+                self._do("probe", replica.id, self._probe, replica, probe)
+        elif (self._places.replica(replica.id) / "started").exists():
+            self._change(replica, Status.STARTING)
+
+    def _do(
+        self, what: str, replica_id: int, work: Callable[..., Awaitable[None]], *args: Any
+    ) -> None:
+        """Have this done in the background, unless it is being done."""
+        running = self._work.get((what, replica_id))
+        if running is None or running.done():
+            self._work[what, replica_id] = asyncio.ensure_future(work(*args))
+
+    def _change(self, replica: Replica, status: Status) -> None:
+        if replica.status is not status:
+            with self._store.edit(self._name) as service:
+                service.change(replica.id, status, time.time())
+            log.info("replica %d is %s", replica.id, status.value)
+
+    def _lost(self, replica: Replica, status: Status, why: str) -> None:
+        """A replica that has been ready is forgotten, and replaced; another is shown as failed."""
+        log.warning("replica %d %s", replica.id, why)
+        if replica.first_ready_at is None:
+            self._change(replica, status)
+        else:
+            self._forget(replica)
+
+    def _forget(self, replica: Replica) -> None:
+        with self._store.edit(self._name) as service:
+            service.remove(replica.id, time.time())
+        log.info("replica %d is gone", replica.id)
+
+    # --- replicas come and go -------------------------------------------------------------------
+
+    def _scale(self, now: float) -> None:
+        with self._store.edit(self._name) as service:
+            policy = Task(service.tasks[service.latest]).policy
+            service.wanted = self._scaler.decide(policy, now)
+            if service.stale_until and now >= service.stale_until:
+                service.settle(now)
+                service.stale_until = 0.0
+            launch, gone = service.plan()
+            for replica_id in gone:
+                service.change(replica_id, Status.SHUTTING_DOWN, now)
+        failed = [each.changed_at for each in service.replicas if each.status in FAILURES]
+        pause = min(LONGEST_PAUSE_SECONDS, 2.0 ** len(failed)) if failed else 0.0
+        if now >= max(failed, default=0.0) + pause:
+            for _ in range(launch):
+                self._launch(service)
+
+    def _launch(self, service: Service) -> None:
+        with self._store.edit(self._name) as service:
+            replica_id, service.next_id = service.next_id, service.next_id + 1
+        now, port, version = time.time(), free_port(), service.latest
+        replica = Replica(replica_id, version, Status.PROVISIONING, now, now, port=port)
+        task, folder = Task(service.tasks[version]), self._places.replica(replica_id)
+        folder.mkdir()
+        (folder / "setup.sh").write_text(task.config.get("setup", ""))
+        run = re.sub(r"(?<!\$)\{port\}", str(port), task.config["run"])
+        (folder / "run.sh").write_text(run)
+        ours = {"SKYPILOT_SERVE_REPLICA_ID": str(replica_id), "SKYPILOT_SERVE_PORT": str(port)}
+        where = task.config.get("workdir", str(folder))
+        with (
+            processes.starting(
+                ["bash", "-c", LIFE, "bash", where, str(folder / "run.sh")],
+                mark=self._places.process(replica).mark,
+                log=folder / "log",
+                cwd=folder,
+                env={**os.environ, **task.envs, **ours},
+            ) as process,
+            self._store.edit(self._name) as service,
+        ):
+            replica.pid, replica.started = process.pid, process.started
+            service.replicas.append(replica)
+        log.info("replica %d of version %d is process %d", replica_id, version, process.pid)
+
+    async def _end(self, replica: Replica) -> None:
+        """Wait for its requests to finish, and only then end it."""
+        process = self._places.process(replica)
+        if replica.first_ready_at is not None:
+            with anyio.move_on_after(DRAIN_SECONDS):
+                while not await self._is_idle(replica):  # noqa: ASYNC110 - it is another process's
+                    await anyio.sleep(TICK_SECONDS)
+        await _end_all([process], KILL_SECONDS)
+        self._forget(replica)
+
+    async def _is_idle(self, replica: Replica) -> bool:
+        """Whether the balancer has taken it off its list and waits for no answer of it."""
+        url = f"http://127.0.0.1:{self._current().admin_port}/replicas"
+        try:
+            async with self._http.get(url, timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                rows = (await answer.json())["replicas"]
+        except NO_ANSWER:
+            return False
+        mine = [row for row in rows if row["url"] == replica.url]
+        return all(row["state"] == "draining" and not row["in_flight"] for row in mine)
+
+    async def _probe(self, replica: Replica, probe: dict[str, Any]) -> None:
+        method, data = ("POST", probe["post_data"]) if probe.get("post_data") else ("GET", None)
+        limit = aiohttp.ClientTimeout(total=probe["timeout_seconds"])
+        url, headers = replica.url + probe["path"], probe.get("headers", {})
+        try:
+            async with self._http.request(
+                method, url, json=data, headers=headers, timeout=limit
+            ) as answer:
+                ready = answer.status == 200
+        except NO_ANSWER:
+            ready = False
+        was_ready = replica.first_ready_at is not None
+        self._probe_due[replica.id] = time.time() + (PROBE_SECONDS if ready else 0.0)
+        if ready or was_ready:
+            self._change(replica, Status.READY if ready else Status.NOT_READY)
+
+    # --- the HTTP API, as SkyServe's ------------------------------------------------------------
+
+    def _app(self) -> web.Application:
+        app = web.Application(middlewares=[_errors], client_max_size=64 * 1024 * 1024)
+        app.router.add_post(SYNC_PATH, self._sync)
+        app.router.add_post("/controller/update_service", self._update)
+        app.router.add_post("/controller/terminate_replica", self._terminate)
+        app.router.add_get("/autoscaler/info", self._autoscaler_info)
+        return app
+
+    async def _sync(self, request: web.Request) -> web.Response:
+        report = (await request.json()).get("request_aggregator", {})
+        self._scaler.arrivals += report.get("timestamps", [])
+        service = self._current()
+        kinds = {version: Task(config).accelerator for version, config in service.tasks.items()}
+        info = {each.url: {"gpu_type": kinds[each.version]} for each in service.listed}
+        return web.json_response({"replica_info": info})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        wanted = await request.json()
+        if wanted.get("version") is None:
+            return web.json_response({"message": "Error: version is not specified."}, status=400)
+        with self._store.edit(self._name) as service:
+            service.update(wanted["version"], Mode(wanted.get("mode", "rolling")), time.time())
+        log.info("update to version %d, %s", service.latest, service.mode.value)
+        return web.json_response({"message": "Success"})
+
+    async def _terminate(self, request: web.Request) -> web.Response:
+        wanted = await request.json()
+        replica = self._current().replica(wanted["replica_id"])
+        assert replica, "there is no such replica"
+        if replica.status is Status.SHUTTING_DOWN or (
+            replica.status in FAILURES and not wanted["purge"]
+        ):
+            message = f"Replica {replica.id} is {replica.status.value}. Skip terminating now."
+            return web.json_response({"message": message}, status=409)
+        if replica.status in FAILURES:
+            self._forget(replica)
+        self._change(replica, Status.SHUTTING_DOWN)
+        return web.json_response(
+            {"message": f"Replica {replica.id} is scheduled to be terminated."}
+        )
+
+    async def _autoscaler_info(self, _: web.Request) -> web.Response:
+        service = self._current()
+        policy = Task(service.tasks[service.latest]).policy
+        limits = {key: policy[key] for key in ("min_replicas", "max_replicas")}
+        return web.json_response({"target_num_replicas": service.wanted, **limits})
+
+
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answer a call that cannot be understood as SkyServe does, with 500."""
+    try:
+        return await handler(request)
+    except (AssertionError, LookupError, TypeError, ValueError, AttributeError) as error:
+        message = f"Failed method {request.method} at {request.path}: {error!r}"
+        return web.json_response({"message": message}, status=500)
+
+
+def main(state: str, name: str, born: str, socket_fd: str, leash: str) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
+    listener = socket.socket(fileno=int(socket_fd))
+    with Places(Path(state), name).locked("controller"):
+        asyncio.run(Controller(Path(state), name, float(born), listener, bool(leash)).run())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,125 @@
+"""Processes that outlive whoever started them, found again by what cannot be mistaken for them.
+
+A process is known by its id and the time it started, so that an id given to another since is never
+signalled. Each leads a session of its own, which is ended whole.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# The process waits for a word and gives up when its starter dies without one: so that there is
+# never a process which nobody has written down.
+GATE = 'read -r go && exec "$@" </dev/null'
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+PROC = Path("/proc")
+END_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A session and its leader. `mark` is a variable that only what is in it has (`NAME=value`)."""
+
+    pid: int
+    started: str
+    mark: str
+
+    @property
+    def alive(self) -> bool:
+        """Whether the leader runs."""
+        found = _stat(self.pid)
+        return found is not None and found.started == self.started and found.state not in "ZX"
+
+    @property
+    def members(self) -> list[int]:
+        """The ids of all that runs in the session, its leader or not."""
+        leader = _stat(self.pid)
+        if not self.pid or (leader and leader.started != self.started):
+            return []  # the number was given away, which it is only when the session is gone
+        pids = [int(each.name) for each in PROC.glob("[0-9]*")]
+        found = [pid for pid in pids if (stat := _stat(pid)) and stat.is_in(self.pid)]
+        if leader or any(self.mark.encode() in _environment(pid) for pid in found):
+            return found
+        return []
+
+    def signal(self, number: int) -> bool:
+        """Send all that runs in the session a signal; false if there is nothing."""
+        members = self.members
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return bool(members)
+
+    def end(self) -> None:
+        """Kill all that runs in the session, what it starts meanwhile too."""
+        deadline = time.monotonic() + END_SECONDS
+        while self.signal(signal.SIGKILL) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stat:
+    state: str
+    session: int
+    started: str
+
+    def is_in(self, session: int) -> bool:
+        return self.session == session and self.state not in "ZX"
+
+
+def _stat(pid: int) -> _Stat | None:
+    try:
+        # The name of the program, in brackets, may hold anything.
+        words = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    # Ticks since the machine started, which say nothing about another start of it.
+    return _Stat(words[0], int(words[3]), f"{words[19]}@{BOOT.read_text().strip()}")
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+@contextlib.contextmanager
+def starting(
+    command: Sequence[str], *, mark: str, log: Path, cwd: Path, env: Mapping[str, str]
+) -> Iterator[Process]:
+    """A process that begins when the block, in which it is written down, has ended without error.
+
+    Raises OSError where it cannot be started.
+    """
+    name, _, value = mark.partition("=")
+    with log.open("ab") as output:
+        popen = subprocess.Popen(  # noqa: S603 - what the user's own file says
+            ["/bin/sh", "-c", GATE, "sh", *command],
+            cwd=cwd,
+            env={**env, name: value},
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    assert popen.stdin
+    with popen.stdin as gate:
+        found = _stat(popen.pid)
+        yield Process(popen.pid, found.started if found else "", mark)
+        with contextlib.suppress(BrokenPipeError):
+            gate.write(b"go\n")
+            gate.flush()
+    popen.returncode = 0  # `reap` waits for it
+
+
+def reap() -> None:
+    """Let the children that have ended go."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
