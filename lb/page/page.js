@@ -307,9 +307,10 @@ function makeReplica(row) {
   name.setAttribute("role", "rowheader");
   name.setAttribute("scope", "row");
   const state = element("span", cell(row, "", "state"));
-  element("span", state, "badge");
-  element("span", state, "badge bad");
-  element("span", state, "quiet");
+  for (const look of ["badge", "badge bad", "quiet"]) {
+    element("span", state, look);
+    state.append(" ");
+  }
   cell(row, "", "accelerator");
   cell(row, "number", "in flight");
   cell(row, "number", "requests, 15 min");
@@ -364,7 +365,10 @@ function makeEvent(row) {
 function fillEvent([time, event, details], each, now) {
   if (time.textContent) return; // an event does not change
   setText(time, when(each.at, now));
-  if (each.level !== "info") element("span", event, `badge ${each.level === "error" ? "bad" : "warn"}`, each.level);
+  if (each.level !== "info") {
+    element("span", event, `badge ${each.level === "error" ? "bad" : "warn"}`, each.level);
+    event.append(" ");
+  }
   element("span", event, "", each.event);
   for (const [name, value] of Object.entries(each.fields)) {
     const field = element("span", details, "field");

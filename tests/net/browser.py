@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
-from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM = shutil.which("chromium")
 DRIVER = shutil.which("chromedriver")
@@ -51,6 +49,11 @@ class Browser:
     def js(self, expression: str) -> Any:
         return self.driver.execute_script(f"return {expression}")
 
+    def press(self, key: str) -> None:
+        """A key, pressed and released."""
+        for kind in ("keyDown", "keyUp"):
+            self.cdp("Input.dispatchKeyEvent", {"type": kind, "key": key})
+
     def text(self, selector: str) -> str:
         """The text of an element as people see it; empty where there is none."""
         found = self.js(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
@@ -58,10 +61,10 @@ class Browser:
 
     def wait_for(self, selector: str, text: str) -> None:
         """Wait until the element shows this text."""
-        WebDriverWait(self.driver, PATIENCE_SECONDS, poll_frequency=0.1).until(
-            lambda _: text in self.text(selector),
-            f"no {text!r} in {selector}: {self.text(selector)!r}",
-        )
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while text not in (seen := self.text(selector)):
+            assert time.monotonic() < deadline, f"no {text!r} in {selector}: {seen!r}"
+            time.sleep(0.05)
 
     def errors(self) -> list[str]:
         """What the console has said since the last call."""
@@ -83,13 +86,3 @@ class Browser:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.cdp("Emulation.setDeviceMetricsOverride", size)
         assert self.driver.save_screenshot(str(path))
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A Chromium with an empty profile; skips where there is none."""
-    if CHROMIUM is None or DRIVER is None:
-        pytest.skip("needs chromium and chromedriver (Debian: chromium, chromium-driver)")
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
