@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lb.headers import first
 from lb.replay import ReplayBudget, ReplayBuffer
 from lb.request import Request
 from lb.server import ClientConnection
@@ -44,7 +43,7 @@ class Upload:
         """
         if self._body is None:
             return False
-        declared = first(self._request.headers, b"content-length")
+        declared = self._request.length
         size = self._budget.limit if declared is None else int(declared)
         return size > self._budget.limit or self._budget.used + size > self._budget.total
 

@@ -44,7 +44,7 @@ class Exchange:
     def __init__(self, request: Request, client: ClientConnection) -> None:
         self.request = request
         self.client = client
-        self.request_id = request_id_of(request.headers) or b"%032x" % random.getrandbits(128)
+        self.request_id = request_id_of(request.fields) or b"%032x" % random.getrandbits(128)
         self.session: bytes | None = None  # of a sticky request; never logged
         self.attempts = 0
         self.replica = ""

@@ -31,7 +31,7 @@ from lb.errors import (
     TimedOut,
 )
 from lb.exchange import Exchange
-from lb.headers import first, interim_head, own_answer, request_head, response_head
+from lb.headers import interim_head, own_answer, request_head, response_head
 from lb.logs import Log
 from lb.metrics import Metrics
 from lb.replay import ReplayBudget
@@ -146,7 +146,7 @@ class Passage(Exchange):
         proxy.walls.start(self, now)
         self._budget = RetryBudget(proxy.retry_policy, now, proxy.jitter)
         if proxy.sticky is not None:
-            self.session = session_of(self.request.headers, proxy.sticky)
+            self.session = session_of(self.request.fields.pairs, proxy.sticky)
         self._choose()
 
     # --- attempts, up to the commit point -------------------------------------------------------
@@ -224,7 +224,7 @@ class Passage(Exchange):
         head = request_head(
             request.method.encode(),
             request.target,
-            request.headers,
+            request.fields,
             host=request.host,
             client=client.address.encode(),
             scheme=client.scheme,
@@ -255,7 +255,7 @@ class Passage(Exchange):
             self._set_aside(lease, error)
         self._give_up_attempt()
         request = self.request
-        safe = is_safe_to_resend(request.method, (name for name, _ in request.headers))
+        safe = is_safe_to_resend(request.method, (name for name, _ in request.fields.pairs))
         if not self._budget.may_resend(error, safe=safe, body_complete=self._upload.can_restart):
             self._answer(error)
             return
@@ -290,7 +290,7 @@ class Passage(Exchange):
             # Expect is answered here, so a 100 of the replica has nobody to go to; HTTP/1.0 knows
             # no interim answers (RFC 9110, section 15.2).
             if response.status != 100 and not request.is_http10:
-                client.write(interim_head(response.status, response.reason, response.headers))
+                client.write(interim_head(response.status, response.reason, response.fields))
             return
         self._proxy.walls.stop(self)
         self._upload.let_go()
@@ -308,13 +308,13 @@ class Passage(Exchange):
         head = response_head(
             response.status,
             response.reason,
-            response.headers,
+            response.fields,
             request_id=self.request_id,
             chunked=self._chunked,
             close=not request.keep_alive,
             keep_alive=request.is_http10,
             # A 426 must say what it wants instead (RFC 9110, section 15.5.22).
-            upgrade=first(response.headers, b"upgrade") if response.status == 426 else None,
+            upgrade=response.fields.first.get(b"upgrade") if response.status == 426 else None,
         )
         self.commit(response.status)
         self._body = response.body

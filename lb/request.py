@@ -9,7 +9,7 @@ from aiohttp import StreamReader
 from aiohttp.http import HttpVersion10, HttpVersion11, RawRequestMessage
 
 from lb.errors import BadRequest
-from lb.headers import RawHeaders, first, upgrade_protocol
+from lb.headers import Fields, upgrade_protocol
 from lb.wire import is_absurd
 
 # RFC 3986, section 3.2, without the user: whatever else a Host holds is answered 400 (RFC 9112, 3.2).
@@ -24,45 +24,44 @@ class Request:
         "body",
         "chunked",
         "expects_continue",
-        "headers",
+        "fields",
         "host",
         "is_http10",
         "keep_alive",
+        "length",
         "method",
         "refused",
         "target",
         "upgrade",
     )
 
-    def __init__(self, message: RawRequestMessage, body: StreamReader | None) -> None:
+    def __init__(self, message: RawRequestMessage, body: StreamReader) -> None:
         self.arrived = time.monotonic()
         self.method: str = message.method
-        self.headers: RawHeaders = message.raw_headers
+        self.fields = fields = Fields(message.raw_headers)
         self.is_http10 = message.version == HttpVersion10
         self.keep_alive = not message.should_close
         self.chunked: bool = message.chunked
-        self.body = body
-        self.expects_continue = False
+        self.length = fields.first.get(b"content-length")
+        self.body = body if self.chunked or self.length is not None else None
+        self.target, self.host = _target_of(message, fields)
+        self.refused = _refusal(message, fields, self.host)
+        self.expects_continue = b"expect" in fields.first and not self.is_http10
         self.upgrade: bytes | None = None
-        self.target, self.host = _target_of(message)
-        self.refused = _refusal(message, self.host)
-        if not self.is_http10:
-            expect = first(self.headers, b"expect")
-            self.expects_continue = expect is not None and expect.lower() == b"100-continue"
-        if message.upgrade and not self.is_http10 and body is None:
-            self.upgrade = upgrade_protocol(self.headers)
+        if message.upgrade and not self.is_http10 and self.body is None:
+            self.upgrade = upgrade_protocol(fields)
             if self.upgrade is not None and self.upgrade.lower() == b"h2c":
                 self.upgrade = None  # HTTP/2 is not spoken here; RFC 9113 withdrew this upgrade
 
 
-def _target_of(message: RawRequestMessage) -> tuple[bytes, bytes]:
+def _target_of(message: RawRequestMessage, fields: Fields) -> tuple[bytes, bytes]:
     """The target in origin form, and the authority.
 
     An absolute target (RFC 9112, section 3.2.2) gives the Host that the replica sees; it never
     says where we connect to.
     """
     target = message.path.encode("utf-8", "surrogateescape")
-    host = first(message.raw_headers, b"host") or b""
+    host = fields.first.get(b"host") or b""
     if target.startswith(b"/") or target == b"*" or message.method == "CONNECT":
         return target, host
     rest = target.partition(b"://")[2]
@@ -75,7 +74,7 @@ def _target_of(message: RawRequestMessage) -> tuple[bytes, bytes]:
     return path, authority.rpartition(b"@")[2]
 
 
-def _refusal(message: RawRequestMessage, host: bytes) -> BadRequest | None:
+def _refusal(message: RawRequestMessage, fields: Fields, host: bytes) -> BadRequest | None:
     """Why a request that the parser took is not served all the same."""
     if message.method == "CONNECT":
         return BadRequest("CONNECT is for forward proxies; this is a load balancer", status=405)
@@ -83,16 +82,16 @@ def _refusal(message: RawRequestMessage, host: bytes) -> BadRequest | None:
         return BadRequest("only HTTP/1.0 and HTTP/1.1 are spoken here", status=505)
     if not HOST.fullmatch(host):
         return BadRequest("the Host is not valid")
-    codings = [v for k, v in message.raw_headers if k.lower() == b"transfer-encoding"]
+    codings = fields.all(b"transfer-encoding")
     if codings and message.version == HttpVersion10:
         # RFC 9112, section 6.1: its framing is to be taken for faulty.
         return BadRequest("Transfer-Encoding in an HTTP/1.0 request")
     if codings and [coding.lower() for coding in codings] != [b"chunked"]:
         return BadRequest("a Transfer-Encoding other than chunked is not supported", status=501)
-    length = first(message.raw_headers, b"content-length")
+    length = fields.first.get(b"content-length")
     if length is not None and is_absurd(length):
         return BadRequest("the Content-Length is out of all proportion", status=413)
-    expect = first(message.raw_headers, b"expect")
+    expect = fields.first.get(b"expect")
     if expect is not None and expect.lower() != b"100-continue":
         return BadRequest("an Expect other than 100-continue cannot be met", status=417)
     return None

@@ -20,7 +20,7 @@ from aiohttp.http import HttpProcessingError, RawRequestMessage
 
 from lb.chunks import ChunkScanner
 from lb.errors import BadRequest, Rejected
-from lb.headers import first, own_answer
+from lb.headers import own_answer
 from lb.request import Request
 from lb.transport import Connection
 from lb.wire import END_OF_HEAD, MAX_HEAD_BYTES, READ_LIMIT, fault_of, request_parser, status_of
@@ -283,13 +283,12 @@ class ClientConnection(Connection):
             self._parser = request_parser(self)
 
     def _take(self, message: RawRequestMessage, body: StreamReader) -> None:
-        length = first(message.raw_headers, b"content-length")
-        request = Request(message, body if message.chunked or length is not None else None)
+        request = Request(message, body)
         self._body = request.body
         if request.refused is not None:
             self._reject(request.refused)
             return
-        self._length = int(length or b"0")
+        self._length = int(request.length or b"0")
         self._chunks = ChunkScanner() if request.chunked else None
         self._requests.append(request)
         if request.upgrade is not None:

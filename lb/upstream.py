@@ -30,7 +30,7 @@ from lb.errors import (
     StaleConnection,
     UpstreamReason,
 )
-from lb.headers import RawHeaders, first, has, has_no_body
+from lb.headers import Fields, has_no_body
 from lb.metrics import Metrics
 from lb.replicas import Replica
 from lb.transport import Connection
@@ -47,7 +47,7 @@ class Response:
 
     status: int
     reason: bytes
-    headers: RawHeaders
+    fields: Fields
     body: StreamReader | None
     chunked: bool
     until_eof: bool
@@ -171,13 +171,11 @@ class UpstreamConnection(Connection):
         self._answer_begun = True
         try:
             messages, upgraded, rest = self._parser.feed_data(data)
-            for message, _ in messages:
-                check_answer(message)
+            for message, body in messages:
+                self._take(message, body)
         except HttpProcessingError as error:
             self._refuse(f"its answer is no valid HTTP ({fault_of(error)})")
             return
-        for message, body in messages:
-            self._take(message, body)
         if upgraded:
             self.after_upgrade = rest
         if not self._final:
@@ -195,25 +193,26 @@ class UpstreamConnection(Connection):
         self._fail("protocol", what)
 
     def _take(self, message: RawResponseMessage, body: StreamReader) -> None:
+        fields = Fields(message.raw_headers)
+        check_answer(message, fields)
         status = message.code
         bodiless = has_no_body(self._method, status)
+        length = fields.first.get(b"content-length")
         self._keep = self._keep and not message.should_close
         if status >= 200:
             self._final = True
             self._body = None if bodiless else body
-            if bodiless and _announces_body(message):
+            if bodiless and (message.chunked or length not in (None, b"0")):
                 # Some replicas do send it, and it would be read as the next answer.
                 self._keep = False
         self._answers.append(
             Response(
                 status=status,
                 reason=message.reason.encode("utf-8", "surrogateescape"),
-                headers=message.raw_headers,
+                fields=fields,
                 body=None if bodiless else body,
                 chunked=message.chunked,
-                until_eof=not (
-                    bodiless or message.chunked or has(message.raw_headers, b"content-length")
-                ),
+                until_eof=not (bodiless or message.chunked or length is not None),
             )
         )
 
@@ -280,10 +279,6 @@ class UpstreamConnection(Connection):
             self._failure = StaleConnection(detail)
         else:
             self._failure = LostBeforeResponse(detail)
-
-
-def _announces_body(message: RawResponseMessage) -> bool:
-    return message.chunked or first(message.raw_headers, b"content-length") not in (None, b"0")
 
 
 class Pool:

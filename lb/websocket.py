@@ -8,7 +8,7 @@ import anyio
 
 from lb.exchange import Exchange
 from lb.frames import GOING_AWAY, FrameStream, close_frame
-from lb.headers import first, response_head
+from lb.headers import response_head
 from lb.server import ClientConnection
 from lb.upstream import Response, UpstreamConnection
 
@@ -23,13 +23,13 @@ def join(exchange: Exchange, connection: UpstreamConnection, response: Response)
     end of either side is that of the other, behind all that was sent, and no failure.
     """
     client = exchange.client
-    protocol = first(response.headers, b"upgrade") or exchange.request.upgrade or b""
+    protocol = response.fields.first.get(b"upgrade") or exchange.request.upgrade or b""
     if protocol.lower() == b"websocket":
         client.frames, connection.frames = FrameStream(), FrameStream()
     head = response_head(
         101,
         response.reason,
-        response.headers,
+        response.fields,
         request_id=exchange.request_id,
         upgrade=protocol,
     )

@@ -25,6 +25,8 @@ from aiohttp.http_exceptions import (
     LineTooLong,
 )
 
+from lb.headers import Fields
+
 # A request target and a header line may be this long each...
 MAX_TARGET_BYTES = 64 * 1024
 MAX_HEADER_BYTES = 64 * 1024
@@ -71,28 +73,26 @@ def is_absurd(length: bytes) -> bool:
     return len(length.lstrip(b"0")) > MAX_LENGTH_DIGITS
 
 
-def check_answer(message: RawResponseMessage) -> None:
+def check_answer(message: RawResponseMessage, fields: Fields) -> None:
     """Refuse what the parser takes from a replica, but must not be passed on.
 
     Raises HttpProcessingError.
     """
-    if message.version not in (HttpVersion10, HttpVersion11):
+    if message.version != HttpVersion11 and message.version != HttpVersion10:
         raise BadHttpMessage("neither HTTP/1.0 nor HTTP/1.1")
     if message.code < 100:
         raise BadHttpMessage("a status below 100")
     if "\0" in message.reason:
         raise BadHttpMessage("a NUL in the status line")
-    codings = []
-    for name, value in message.raw_headers:
-        key = name.lower()
-        if key[-1:] in (b" ", b"\t"):
-            # Taken for the framing, it would be passed on beside our own.
-            raise BadHttpMessage("a header name that ends with a space")
-        if key == b"transfer-encoding":
-            codings.append(value.lower())
-        elif key == b"content-length" and is_absurd(value):
-            raise BadHttpMessage("a Content-Length out of all proportion")
-    if codings not in ([], [b"chunked"]):
+    names = b"\n".join((*fields.names, b""))
+    if b" \n" in names or b"\t\n" in names:
+        # Taken for the framing, it would be passed on beside our own.
+        raise BadHttpMessage("a header name that ends with a space")
+    length = fields.first.get(b"content-length")
+    if length is not None and is_absurd(length):
+        raise BadHttpMessage("a Content-Length out of all proportion")
+    codings = fields.all(b"transfer-encoding")
+    if codings and [coding.lower() for coding in codings] != [b"chunked"]:
         # The header is not passed on: the client would take what is still coded for the content.
         raise BadHttpMessage("a Transfer-Encoding other than chunked")
 
