@@ -1,6 +1,5 @@
 """What `skyserve-lb up`, `update`, `status`, `logs` and `down` do. Each returns when it is done."""
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -18,8 +17,8 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from controller_client.embedded import controller, tables, task
-from controller_client.embedded.controller import Places
+from controller_client.embedded import tables, task
+from controller_client.embedded.places import Places, free_port, start, take_down
 from controller_client.embedded.store import Store
 from controller_client.embedded.task import Task
 from controller_client.embedded.versions import Mode, Service
@@ -56,8 +55,8 @@ def up(
             name=name,
             tasks={1: loaded.config},
             wanted=loaded.policy["min_replicas"],
-            port=port or controller.free_port(),
-            admin_port=controller.free_port(),
+            port=port or free_port(),
+            admin_port=free_port(),
             options=list(options),
             gap=gap,
             born=time.time(),
@@ -70,7 +69,7 @@ def up(
         places.folder.mkdir(exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             fd = listener.fileno()
-            controller.start(state, name, service.born, socket_fd=fd, leash=leash)
+            start(state, name, service.born, socket_fd=fd, leash=leash)
         if fault := _fault_of_balancer(places):
             _down(store, places)
             raise click.ClickException(f"{name} is down again: {fault}")
@@ -132,7 +131,7 @@ def _down(store: Store, places: Places) -> None:
     while store.get(name):  # the controller is at it, or there is none and we are
         with places.locked("controller", wait=False) as alone:
             if alone and (left := store.get(name)):
-                asyncio.run(controller.take_down(store, places, left))
+                take_down(store, places, left)
         time.sleep(LOOK_SECONDS)
 
 

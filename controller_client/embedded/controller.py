@@ -8,19 +8,16 @@ listening socket: a call that is made in between waits and is answered.
 """
 
 import asyncio
-import contextlib
-import fcntl
 import json
 import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,101 +26,35 @@ import anyio
 from aiohttp import web
 
 from controller_client.embedded import processes
-from controller_client.embedded.processes import Process
+from controller_client.embedded.places import (
+    KILL_SECONDS,
+    ROOT,
+    Places,
+    free_port,
+    start,
+    take_down,
+)
 from controller_client.embedded.store import Store
 from controller_client.embedded.task import Task
 from controller_client.embedded.versions import FAILURES, Mode, Replica, Scaler, Service, Status
 from controller_client.protocol import SYNC_PATH
 
-ROOT = Path(__file__).parents[2]  # where `-m` finds this very package, wherever the user is
 TICK_SECONDS = 0.2
 PROBE_SECONDS = 1.0
 NOT_READY_SECONDS = 180.0  # SkyPilot's: a replica that fails its probe for longer is replaced
 DRAIN_SECONDS = 120.0  # SkyPilot's: longest wait for the requests of a replica that goes
-KILL_SECONDS = 30.0  # from SIGTERM to SIGKILL
-LONGEST_PAUSE_SECONDS = 60.0  # before a replica is launched in the place of failed ones
+LONGEST_PAUSE_SECONDS = 60.0  # before others are launched in the place of those that were lost
 # The balancer's own options where neither the task nor the user's environment says otherwise.
 BALANCER = {"SKYSERVE_LB_SYNC_INTERVAL": "500ms", "SKYSERVE_LB_DRAIN_TIMEOUT": "10s"}
-LIFE = 'cd "$SKYPILOT_SERVE_FOLDER" && bash setup.sh && : >started && cd "$1" && exec bash "$2"'
-
+# The leader of a replica's session. Where it wrote no end, it was killed: no fault of the task's.
+LIFE = (
+    'cd "$0" && bash "$SKYPILOT_SERVE_FOLDER/setup.sh" && : >"$SKYPILOT_SERVE_FOLDER/started" '
+    '&& bash "$SKYPILOT_SERVE_FOLDER/run.sh"; echo $? >"$SKYPILOT_SERVE_FOLDER/ended"'
+)
+KILLED = "137"  # what a shell makes of SIGKILL
 NO_ANSWER = (OSError, aiohttp.ClientError, asyncio.TimeoutError)
 
 log = logging.getLogger("controller")
-
-
-class Places:
-    """Where a service's files are."""
-
-    def __init__(self, state: Path, name: str) -> None:
-        self.state = state
-        self.folder = state / name
-        self.balancer_log = self.folder / "balancer.log"
-        self.controller_log = self.folder / "controller.log"
-
-    def replica(self, replica_id: int) -> Path:
-        return self.folder / f"replica-{replica_id}"
-
-    def balancer(self, service: Service) -> Process:
-        mark = f"SKYPILOT_SERVE_FOLDER={self.folder}"
-        return Process(service.balancer_pid, service.balancer_started, mark)
-
-    def process(self, replica: Replica) -> Process:
-        mark = f"SKYPILOT_SERVE_FOLDER={self.replica(replica.id)}"
-        return Process(replica.pid, replica.started, mark)
-
-    @contextlib.contextmanager
-    def locked(self, what: str, *, wait: bool = True) -> Iterator[bool]:
-        """Hold a lock of the service's, which ends with the process; false if another has it."""
-        with (self.state / f"{self.folder.name}.{what}.lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                yield False
-            else:
-                yield True
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def start(
-    state: Path, name: str, born: float, *, socket_fd: int, leash: int | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a controller process. It ends the service when the other end of `leash` is closed."""
-    words = [str(state), name, repr(born), str(socket_fd), "leash" if leash is not None else ""]
-    with Places(state, name).controller_log.open("ab") as output:
-        return subprocess.Popen(  # noqa: S603 - this very program
-            [sys.executable, "-m", "controller_client.embedded.controller", *words],
-            cwd=ROOT,
-            pass_fds=[socket_fd],
-            stdin=subprocess.DEVNULL if leash is None else leash,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-async def take_down(store: Store, places: Places, service: Service) -> None:
-    """End all processes of a service, the balancer first and in peace, and forget it."""
-    await _end_all([places.balancer(service)], 15.0)
-    await _end_all([places.process(replica) for replica in service.replicas], KILL_SECONDS)
-    shutil.rmtree(places.folder, ignore_errors=True)
-    store.remove(service.name)
-
-
-async def _end_all(ending: list[Process], seconds: float) -> None:
-    for process in ending:
-        process.signal(signal.SIGTERM)
-    with anyio.move_on_after(seconds):
-        while any(process.members for process in ending):
-            processes.reap()
-            await anyio.sleep(TICK_SECONDS / 4)
-    for process in ending:
-        process.end()
 
 
 class Controller:
@@ -139,7 +70,8 @@ class Controller:
         self._listener = listener
         self._leash = leash
         self._standby: subprocess.Popen[bytes] | None = None
-        self._balancer_due = 0.0
+        self._balancer_due = self._launch_due = 0.0
+        self._losses = 0  # since a replica became ready
         self._work: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._probe_due: dict[int, float] = {}
         self._scaler = Scaler(0)
@@ -175,8 +107,8 @@ class Controller:
             if self._standby:
                 self._standby.kill()
                 self._standby.wait()
-            await take_down(self._store, self._places, self._current())
         await runner.cleanup()
+        take_down(self._store, self._places, self._current())
 
     def _current(self) -> Service:
         service = self._store.get(self._name)
@@ -251,7 +183,7 @@ class Controller:
             pass
         elif not process.alive:
             process.end()
-            self._lost(replica, Status.FAILED, "ended by itself")
+            self._lost(replica, Status.FAILED, self._end_of(replica))
         elif slow:
             process.end()
             self._lost(replica, Status.FAILED_INITIAL_DELAY, "was not ready in time")
@@ -277,11 +209,20 @@ class Controller:
             with self._store.edit(self._name) as service:
                 service.change(replica.id, status, time.time())
             log.info("replica %d is %s", replica.id, status.value)
+        if status is Status.READY:
+            self._losses = 0
+
+    def _end_of(self, replica: Replica) -> str:
+        """The exit code that its shell wrote down, or that of SIGKILL."""
+        file = self._places.replica(replica.id) / "ended"
+        return (file.read_text().strip() if file.exists() else "") or KILLED
 
     def _lost(self, replica: Replica, status: Status, why: str) -> None:
-        """A replica that has been ready is forgotten, and replaced; another is shown as failed."""
-        log.warning("replica %d %s", replica.id, why)
-        if replica.first_ready_at is None:
+        """What was killed or has been ready is replaced; what failed by itself before is shown."""
+        log.warning("replica %d is lost: %s", replica.id, why)
+        self._losses += 1
+        self._launch_due = time.time() + min(LONGEST_PAUSE_SECONDS, 2**self._losses / 2)
+        if replica.first_ready_at is None and why != KILLED:
             self._change(replica, status)
         else:
             self._forget(replica)
@@ -303,9 +244,7 @@ class Controller:
             launch, gone = service.plan()
             for replica_id in gone:
                 service.change(replica_id, Status.SHUTTING_DOWN, now)
-        failed = [each.changed_at for each in service.replicas if each.status in FAILURES]
-        pause = min(LONGEST_PAUSE_SECONDS, 2.0 ** len(failed)) if failed else 0.0
-        if now >= max(failed, default=0.0) + pause:
+        if now >= self._launch_due:
             for _ in range(launch):
                 self._launch(service)
 
@@ -323,7 +262,7 @@ class Controller:
         where = task.config.get("workdir", str(folder))
         with (
             processes.starting(
-                ["bash", "-c", LIFE, "bash", where, str(folder / "run.sh")],
+                ["bash", "-c", LIFE, where],
                 mark=self._places.process(replica).mark,
                 log=folder / "log",
                 cwd=folder,
@@ -342,7 +281,11 @@ class Controller:
             with anyio.move_on_after(DRAIN_SECONDS):
                 while not await self._is_idle(replica):  # noqa: ASYNC110 - it is another process's
                     await anyio.sleep(TICK_SECONDS)
-        await _end_all([process], KILL_SECONDS)
+        process.signal(signal.SIGTERM)
+        with anyio.move_on_after(KILL_SECONDS):
+            while process.members:  # noqa: ASYNC110
+                await anyio.sleep(TICK_SECONDS)
+        process.end()
         self._forget(replica)
 
     async def _is_idle(self, replica: Replica) -> bool:

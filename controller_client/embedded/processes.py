@@ -19,6 +19,7 @@ GATE = 'read -r go && exec "$@" </dev/null'
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 PROC = Path("/proc")
 END_SECONDS = 5.0
+LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Process:
         """Kill all that runs in the session, what it starts meanwhile too."""
         deadline = time.monotonic() + END_SECONDS
         while self.signal(signal.SIGKILL) and time.monotonic() < deadline:
-            time.sleep(0.005)
+            time.sleep(LOOK_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,17 @@ def starting(
             gate.write(b"go\n")
             gate.flush()
     popen.returncode = 0  # `reap` waits for it
+
+
+def end_all(ending: Sequence[Process], seconds: float) -> None:
+    """Tell all of these to end, and kill what still runs after so many seconds."""
+    for process in ending:
+        process.signal(signal.SIGTERM)
+    deadline = time.monotonic() + seconds
+    while any(process.members for process in ending) and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+    for process in ending:
+        process.end()
 
 
 def reap() -> None:

@@ -1,0 +1,82 @@
+"""Where a service's files, locks and processes are; how its controller is started, and all of it ended."""
+
+import contextlib
+import fcntl
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from controller_client.embedded import processes
+from controller_client.embedded.processes import Process
+from controller_client.embedded.store import Store
+from controller_client.embedded.versions import Replica, Service
+
+ROOT = Path(__file__).parents[2]  # where `-m` finds this very package, wherever the user is
+KILL_SECONDS = 30.0  # from SIGTERM to SIGKILL
+
+
+class Places:
+    """Where a service's files are."""
+
+    def __init__(self, state: Path, name: str) -> None:
+        self.state = state
+        self.folder = state / name
+        self.balancer_log = self.folder / "balancer.log"
+        self.controller_log = self.folder / "controller.log"
+
+    def replica(self, replica_id: int) -> Path:
+        return self.folder / f"replica-{replica_id}"
+
+    def balancer(self, service: Service) -> Process:
+        mark = f"SKYPILOT_SERVE_FOLDER={self.folder}"
+        return Process(service.balancer_pid, service.balancer_started, mark)
+
+    def process(self, replica: Replica) -> Process:
+        mark = f"SKYPILOT_SERVE_FOLDER={self.replica(replica.id)}"
+        return Process(replica.pid, replica.started, mark)
+
+    @contextlib.contextmanager
+    def locked(self, what: str, *, wait: bool = True) -> Iterator[bool]:
+        """Hold a lock of the service's, which ends with the process; false if another has it."""
+        with (self.state / f"{self.folder.name}.{what}.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start(
+    state: Path, name: str, born: float, *, socket_fd: int, leash: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a controller process. It ends the service when the other end of `leash` is closed."""
+    words = [str(state), name, repr(born), str(socket_fd), "leash" if leash is not None else ""]
+    with Places(state, name).controller_log.open("ab") as output:
+        return subprocess.Popen(  # noqa: S603 - this very program
+            [sys.executable, "-m", "controller_client.embedded.controller", *words],
+            cwd=ROOT,
+            pass_fds=[socket_fd],
+            stdin=subprocess.DEVNULL if leash is None else leash,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def take_down(store: Store, places: Places, service: Service) -> None:
+    """End all processes of a service, the balancer first and in peace, and forget it."""
+    processes.end_all([places.balancer(service)], KILL_SECONDS)
+    processes.end_all([places.process(replica) for replica in service.replicas], KILL_SECONDS)
+    shutil.rmtree(places.folder, ignore_errors=True)
+    store.remove(service.name)

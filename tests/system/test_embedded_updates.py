@@ -1,0 +1,179 @@
+"""SkyServe on one machine: the steps of a rolling and a blue-green update, under load, in `status`.
+
+Each step is held by files until it was seen. The tables are those of SkyServe's manual, but for two
+things: before the first new replica is ready VERSION names the version that serves, as SkyServe's
+code has it, and not the one to come; and INFRA and the like are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.system.embedded import Load, Machine, Scenario, at_once, until
+
+READY, GOING, COMING = "READY", "SHUTTING_DOWN", "PROVISIONING"
+States = dict[int, tuple[int, str]]
+
+OLD: States = {1: (1, READY), 2: (1, READY)}
+NEW: States = {3: (2, READY), 4: (2, READY), 5: (2, READY)}
+STARTED: States = {**OLD, 3: (2, COMING), 4: (2, COMING), 5: (2, COMING)}
+ONE_READY: States = {**STARTED, 3: (2, READY)}
+TWO_READY: States = {**ONE_READY, 4: (2, READY)}
+
+
+def shows(machine: Machine, version: str, replicas: str, states: States) -> None:
+    """`status` shows this, once it does."""
+    machine.wait_for(states)
+    service, rows = machine.tables()
+    assert [service[0], service[1], service[3], service[4]] == ["svc", version, READY, replicas]
+    assert re.fullmatch(r"(\d+m )?\d+s", service[2])
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", service[5])
+    assert [[row[0], row[1], row[2], row[5]] for row in rows] == [
+        ["svc", str(number), str(version), status] for number, (version, status) in states.items()
+    ]
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", row[3]) for row in rows)
+    assert all(re.fullmatch(r"\d+ (sec|min)s? ago", row[4]) for row in rows)
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return str(answer.read().decode())
+
+
+def begin(made: Machine) -> str:
+    """A service of two replicas that serve; its URL."""
+    made.let(1, 2, end=False)
+    url = made.up(made.write(replicas=2))
+    shows(made, "1", "2/2", OLD)
+    return url
+
+
+def a_rolling_update_step_by_step(served: Machine) -> None:
+    url = begin(served)
+    with Load(url) as load:
+        served.run("update", "svc", str(served.write(replicas=3, text="two")))
+        shows(served, "1", "2/5", STARTED)
+        served.let(3)
+        shows(served, "1,2", "3/5", ONE_READY)
+        assert set(load.wait_for(2 * 20)) == {"200 one", "200 two"}
+        served.let(4)
+        shows(served, "1,2", "3/5", {**TWO_READY, 1: (1, GOING)})
+        served.open("end-1", "end-2")
+        served.let(5)
+        shows(served, "2", "3/3", NEW)
+        assert set(load.wait_for()) == {"200 two"}
+    assert set(load.outcomes()) == {"200 one", "200 two"}
+    assert load.outcomes().total() > 100
+
+
+def a_blue_green_update_step_by_step(served: Machine) -> None:
+    url = begin(served)
+    with Load(url) as load:
+        served.run(
+            "update", "svc", str(served.write(replicas=3, text="two")), "--mode", "blue_green"
+        )
+        shows(served, "1", "2/5", STARTED)
+        served.let(3)
+        shows(served, "1", "3/5", ONE_READY)
+        assert set(load.wait_for()) == {"200 one"}
+        served.let(4, 5)
+        shows(served, "2", "3/5", {1: (1, GOING), 2: (1, GOING), **NEW})
+        served.open("end-1", "end-2")
+        shows(served, "2", "3/3", NEW)
+        assert set(load.wait_for()) == {"200 two"}
+    assert set(load.outcomes()) == {"200 one", "200 two"}
+    assert load.outcomes().total() > 100
+
+
+def a_replica_that_goes_finishes_its_requests_before_it_is_told(served: Machine) -> None:
+    url = begin(served)
+    with ThreadPoolExecutor(4) as threads:
+        held = [threads.submit(get, f"{url}/hold") for _ in range(4)]
+        until(lambda: all((served.gates / f"held-{each}").exists() for each in (1, 2)))
+        served.let(3, 4)
+        served.run("update", "svc", str(served.write(replicas=2, text="two")))
+        going = {1: (1, GOING), 2: (1, GOING), 3: (2, READY), 4: (2, READY)}
+        served.wait_for(going)
+        # The new ones serve for as long as it takes the balancer to hear of it, and then some.
+        until(lambda: get(url) in ("two 3", "two 4"))
+        assert served.states() == going
+        assert list(served.gates.glob("told-*")) == []
+        served.open("answer", "end-1", "end-2")
+        assert {answer.result().split()[0] for answer in held} == {"one"}
+        served.wait_for({3: (2, READY), 4: (2, READY)})
+    assert {path.name for path in served.gates.glob("told-*")} == {"told-1", "told-2"}
+
+
+def a_change_of_the_number_takes_the_running_replicas_over(served: Machine) -> None:
+    url = begin(served)
+    before = {each["id"]: each["pid"] for each in served.service()["replicas"]}
+    with Load(url) as load:
+        served.let(3)
+        served.run("update", "svc", str(served.write(replicas=3)))
+        service = served.wait_for({1: (2, READY), 2: (2, READY), 3: (2, READY)})
+        assert {each["id"]: each["pid"] for each in service["replicas"]}.items() >= before.items()
+        served.open("end-1")
+        served.run("update", "svc", str(served.write(replicas=2)))
+        served.wait_for({2: (3, READY), 3: (3, READY)})
+        load.wait_for()
+    assert set(load.outcomes()) == {"200 one"}
+
+
+def an_update_that_fails_leaves_the_old_replicas_serving(served: Machine) -> None:
+    url = begin(served)
+    broken = served.write(replicas=2, text="two", run="echo {port}; exit 3")
+    served.let(3, 4)
+    with Load(url) as load:
+        served.run("update", "svc", str(broken))
+        served.wait_for({**OLD, 3: (2, "FAILED"), 4: (2, "FAILED")})
+        load.wait_for()
+        served.open("end-1", "end-2")
+        served.let(5, 6)
+        served.run("update", "svc", str(served.write(replicas=2, text="three")))
+        served.wait_for({5: (3, READY), 6: (3, READY)})
+    assert set(load.outcomes()) == {"200 one", "200 three"}
+
+
+def a_replica_that_is_not_ready_in_time_has_failed(served: Machine) -> None:
+    served.open("setup-1", "end-1")
+    path = served.write(readiness_probe={"path": "/health", "initial_delay_seconds": 0.1})
+    served.up(path)
+    served.wait_for({1: (1, "FAILED_INITIAL_DELAY")})
+    assert served.service()["status"] == "FAILED"
+
+
+def a_replica_that_is_ready_no_more_gets_no_requests(served: Machine) -> None:
+    url = begin(served)
+    (served.gates / "ready-1").unlink()
+    service = served.wait_for({1: (1, "NOT_READY"), 2: (1, READY)})
+    assert service["version"] == [1]
+    until(lambda: {get(url) for _ in range(4)} == {"one 2"})
+    served.let(1)
+    served.wait_for(OLD)
+
+
+SCENARIOS = (
+    a_rolling_update_step_by_step,
+    a_blue_green_update_step_by_step,
+    a_replica_that_goes_finishes_its_requests_before_it_is_told,
+    a_change_of_the_number_takes_the_running_replicas_over,
+    an_update_that_fails_leaves_the_old_replicas_serving,
+    a_replica_that_is_not_ready_in_time_has_failed,
+    a_replica_that_is_ready_no_more_gets_no_requests,
+)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Scenario, Future[None]]]:
+    with at_once(SCENARIOS, tmp_path_factory.mktemp("machines")) as futures:
+        yield futures
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_a_scenario(scenario: Scenario, played: dict[Scenario, Future[None]]) -> None:
+    played[scenario].result()
