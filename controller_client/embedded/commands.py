@@ -133,6 +133,8 @@ def _down(store: Store, places: Places) -> None:
             if alone and (left := store.get(name)):
                 take_down(store, places, left)
         time.sleep(LOOK_SECONDS)
+    with places.locked("controller"):
+        pass  # now it has ended too
 
 
 def status(name: str | None, state: Path, *, watch: bool, as_json: bool) -> None:

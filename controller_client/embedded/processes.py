@@ -109,6 +109,7 @@ def starting(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    popen.returncode = 0  # `reap` waits for it
     assert popen.stdin
     with popen.stdin as gate:
         found = _stat(popen.pid)
@@ -116,7 +117,6 @@ def starting(
         with contextlib.suppress(BrokenPipeError):
             gate.write(b"go\n")
             gate.flush()
-    popen.returncode = 0  # `reap` waits for it
 
 
 def end_all(ending: Sequence[Process], seconds: float) -> None:
