@@ -1,0 +1,163 @@
+"""Ours beside other proxies: one run, interleaved, on the same raw replicas.
+
+    python -m tests.bench                                          all of it
+    python -m tests.bench --quick                                  the picture
+    python -m tests.bench --quick --only ours,envoy --columns get,post,sse    10 to 20 seconds
+
+Each proxy has one core to itself; replicas, load and bench have the others. In each round every
+column is measured on every proxy; the table gives medians, spread and ratios to ours. The ratios
+are the result: the figures alone depend on the machine. CPU is user and system time of all the
+proxy's processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+from tests.bench.columns import COLUMNS, CONNECTIONS, QUICK, Column, Scale
+from tests.bench.machine import (
+    LOAD_CORES,
+    PROXY_CORE,
+    BenchError,
+    raise_file_limit,
+    stay_off_the_proxy_core,
+)
+from tests.bench.proxies import PROXIES, MissingError, Proxy, version_of
+from tests.bench.report import Results, as_json, markdown, table
+from tests.bench.stage import stage
+
+console = Console(stderr=True)
+
+
+def chosen(text: str | None, names: list[str]) -> list[str]:
+    """The names in a list with commas, in our order."""
+    if text is None:
+        return names
+    wanted = text.split(",")
+    if strangers := [name for name in wanted if name not in names]:
+        raise click.BadParameter(f"{', '.join(strangers)}; there are {', '.join(names)}")
+    return [name for name in names if name in wanted]
+
+
+def found(proxies: list[Proxy]) -> dict[str, str]:
+    """The program of each proxy that is here; of the others it is said why they are left out."""
+    programs = {}
+    for proxy in proxies:
+        with console.status(f"looking for {proxy.name}"):
+            try:
+                programs[proxy.name] = proxy.find()
+            except MissingError as missing:
+                console.print(f"{proxy.name} is left out: {missing}")
+    return programs
+
+
+def measure_all(
+    programs: dict[str, str], proxies: list[Proxy], columns: list[Column], scale: Scale
+) -> Results:
+    results = Results([proxy.name for proxy in proxies])
+    counts = sorted({column.replicas(scale) for column in columns})
+    with Progress(console=console) as progress, tempfile.TemporaryDirectory() as folder:
+        task = progress.add_task("", total=scale.rounds * len(columns) * len(proxies))
+        for count in counts:
+            ours = [column for column in columns if column.replicas(scale) == count]
+            with stage(programs, count, Path(folder)) as on:
+                for turn in range(scale.rounds):
+                    for column in ours:
+                        # Who comes first changes, so that none is always after the same other.
+                        for proxy in proxies[turn:] + proxies[:turn]:
+                            name = f"{column.name}: {proxy.name}"
+                            progress.update(task, description=f"round {turn + 1}, {name}")
+                            try:
+                                why = dict(proxy.lacks).get(column.name)
+                                if why:
+                                    raise BenchError(why)
+                                results.add(proxy.name, column.run(on, proxy, scale))
+                            except BenchError as error:
+                                results.failures[name] = str(error)
+                            progress.advance(task)
+    return results
+
+
+def about(programs: dict[str, str], proxies: list[Proxy], scale: Scale) -> dict[str, Any]:
+    return {
+        "machine": {
+            "processor": processor(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "proxy_core": PROXY_CORE,
+            "load_cores": LOAD_CORES,
+            "load_average_at_start": os.getloadavg()[0],
+        },
+        "scale": vars(scale) | {"connections": CONNECTIONS},
+        "proxies": {
+            proxy.name: {
+                "version": version_of(proxy, programs[proxy.name]),
+                "settings": proxy.settings,
+            }
+            for proxy in proxies
+        },
+    }
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+@click.command(help="Measure skyserve-lb beside other proxies.")
+@click.option("--quick", is_flag=True, help="One short round.")
+@click.option("--only", metavar="NAME,...", help=", ".join(proxy.name for proxy in PROXIES))
+@click.option("--columns", metavar="NAME,...", help=", ".join(column.name for column in COLUMNS))
+@click.option("--rounds", type=click.IntRange(1))
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True))
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown, not a table.")
+def main(
+    quick: bool,
+    only: str | None,
+    columns: str | None,
+    rounds: int | None,
+    seconds: float | None,
+    json_file: Path | None,
+    as_markdown: bool,
+) -> None:
+    names = chosen(only, [proxy.name for proxy in PROXIES])
+    wanted = chosen(columns, [column.name for column in COLUMNS])
+    scale = QUICK if quick else Scale()
+    given = {"rounds": rounds, "seconds": seconds}
+    scale = Scale(**vars(scale) | {key: value for key, value in given.items() if value})
+    raise_file_limit()
+    stay_off_the_proxy_core()
+    try:
+        programs = found([proxy for proxy in PROXIES if proxy.name in names])
+        proxies = [proxy for proxy in PROXIES if proxy.name in programs]
+        facts = about(programs, proxies, scale)
+        results = measure_all(
+            programs, proxies, [column for column in COLUMNS if column.name in wanted], scale
+        )
+    except BenchError as error:
+        raise click.ClickException(str(error)) from None
+    out = Console(width=None if console.is_terminal else 200)
+    if as_markdown:
+        print(markdown(results))
+    else:
+        out.print(table(results, f"{facts['machine']['processor']}, rounds: {scale.rounds}"))
+    for what, why in results.failures.items():
+        console.print(f"no figure for {what}: {why}")
+    if json_file:
+        json_file.write_text(json.dumps(as_json(results, facts), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
