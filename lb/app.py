@@ -205,6 +205,7 @@ class Balancer:
             due = time.monotonic() + WATCH_SECONDS
             await anyio.sleep(WATCH_SECONDS)
             self.metrics.loop_lag(max(0.0, time.monotonic() - due))
+            self.metrics.fold()
             self._facts.sample()
             for file in self._files:
                 file.reload_if_changed()
@@ -222,7 +223,9 @@ class Balancer:
     def _refused(self, error: BadRequest | Rejected) -> None:
         """A client was refused before it made a request."""
         self.metrics.rejected(error.reason)
-        self.metrics.request_finished(error.outcome, error.status, "other", 0.0, None)
+        self.metrics.request_finished(
+            (error.outcome, error.status, "other", 0.0, None, None, 0, 0, "")
+        )
 
     def _not_ready(self) -> str | None:
         if self.server.draining:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from aiohttp import StreamReader
+
 from lb.replay import ReplayBudget, ReplayBuffer
 from lb.request import Request
 from lb.server import ClientConnection
@@ -16,18 +18,43 @@ def chunk_of(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
+class NoUpload:
+    """A request without a body, in the place of an `Upload`: sends the head."""
+
+    finished = can_restart = True
+    may_outgrow = False
+    bytes_read = 0
+
+    def start(self, connection: UpstreamConnection, head: bytes) -> None:
+        connection.write(head)
+
+    def go_on(self) -> None:
+        """There is nothing more."""
+
+    stop = close = let_go = go_on
+
+
+NO_UPLOAD = NoUpload()
+
+
 class Upload:
     """Sends one request, head and body, to one connection after the other until an attempt succeeds."""
 
-    def __init__(self, request: Request, client: ClientConnection, budget: ReplayBudget) -> None:
+    def __init__(
+        self,
+        request: Request,
+        body: StreamReader,
+        client: ClientConnection,
+        budget: ReplayBudget,
+    ) -> None:
         self._request = request
         self._client = client
-        self._body = request.body
+        self._body = body
         self._budget = budget
         self._kept = ReplayBuffer(budget)
         self._told_to_continue = not request.expects_continue
         self._connection: UpstreamConnection | None = None  # of the attempt that is under way
-        self.finished = request.body is None  # has the whole body been sent?
+        self.finished = False  # has the whole body been sent?
         self.bytes_read = 0
 
     @property
@@ -41,17 +68,12 @@ class Upload:
 
         A chunked body is taken to be as large as one that is kept may be.
         """
-        if self._body is None:
-            return False
         declared = self._request.length
         size = self._budget.limit if declared is None else int(declared)
         return size > self._budget.limit or self._budget.used + size > self._budget.total
 
     def start(self, connection: UpstreamConnection, head: bytes) -> None:
         """Send the head, what is here of the body, and then the rest as it comes."""
-        if self._body is None:
-            connection.write(head)
-            return
         self.finished = False
         self._connection = connection
         self._client.flow_into(connection)
@@ -71,7 +93,6 @@ class Upload:
     def _send(self, pieces: list[bytes]) -> None:
         connection, body = self._connection, self._body
         assert connection is not None
-        assert body is not None
         if data := body.read_nowait():
             self.bytes_read += len(data)
             self._kept.keep(data)

@@ -23,40 +23,23 @@ CLIENT_CLOSED_REQUEST = 499
 class Exchange:
     """One request's record; times are seconds of the monotonic clock."""
 
-    __slots__ = (
-        "attempts",
-        "bytes_in",
-        "bytes_out",
-        "client",
-        "connect_seconds",
-        "first_byte",
-        "first_send",
-        "outcome",
-        "reason",
-        "replica",
-        "request",
-        "request_id",
-        "session",
-        "status",
-        "waited",
-    )
+    session: bytes | None = None  # of a sticky request; never logged
+    attempts = 0
+    replica = ""
+    status = 0  # of the head that the client was sent: the commit point is past
+    outcome: Outcome = "ok"
+    reason = ""
+    bytes_in = 0
+    bytes_out = 0
+    connect_seconds = 0.0
+    waited = 0.0
+    first_send: float | None = None
+    first_byte: float | None = None
 
     def __init__(self, request: Request, client: ClientConnection) -> None:
         self.request = request
         self.client = client
         self.request_id = request_id_of(request.fields) or b"%032x" % random.getrandbits(128)
-        self.session: bytes | None = None  # of a sticky request; never logged
-        self.attempts = 0
-        self.replica = ""
-        self.status = 0  # of the head that the client was sent: the commit point is past
-        self.outcome: Outcome = "ok"
-        self.reason = ""
-        self.bytes_in = 0
-        self.bytes_out = 0
-        self.connect_seconds = 0.0
-        self.waited = 0.0
-        self.first_send: float | None = None
-        self.first_byte: float | None = None
 
     @property
     def committed(self) -> bool:
@@ -91,14 +74,24 @@ class Exchange:
         """The one exit of every request."""
         arrived = self.request.arrived
         total = time.monotonic() - arrived
-        first_byte = None if self.first_byte is None else self.first_byte - arrived
-        metrics.request_finished(self.outcome, self.status, self.request.method, total, first_byte)
-        metrics.bodies(self.bytes_in, self.bytes_out)
-        if self.replica:
-            metrics.replica_request(self.replica, self.outcome)
+        first_byte = own = None
+        if self.first_byte is not None:
+            first_byte = self.first_byte - arrived
         if self.first_send is not None:
-            own = self.first_send - arrived - self.waited - self.connect_seconds
-            metrics.overhead(max(0.0, own))
+            own = max(0.0, self.first_send - arrived - self.waited - self.connect_seconds)
+        metrics.request_finished(
+            (
+                self.outcome,
+                self.status,
+                self.request.method,
+                total,
+                first_byte,
+                own,
+                self.bytes_in,
+                self.bytes_out,
+                self.replica,
+            )
+        )
         if access_log == "all" or (access_log == "errors" and self.outcome != "ok"):
             log.info(
                 "request.finished",

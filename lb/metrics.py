@@ -10,11 +10,11 @@ sets, but for `replica`, whose series are dropped `FORGET_SECONDS` after the rep
 from __future__ import annotations
 
 import platform
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -63,6 +63,17 @@ class Histogram:
         self.counts[bisect_left(self.edges, value)] += 1
         self.sum += value
 
+    def observe_all(self, values: list[float]) -> None:
+        """Many at once: an edge is looked for among the values, rather than each value among the edges."""
+        values.sort()
+        below = 0
+        for index, edge in enumerate(self.edges):
+            upto = bisect_right(values, edge, below)
+            self.counts[index] += upto - below
+            below = upto
+        self.counts[-1] += len(values) - below
+        self.sum += sum(values)
+
 
 @dataclass
 class Gauges:
@@ -88,8 +99,17 @@ class _ReplicaCounts:
     retired_at: float | None = None
 
 
+# One finished request: outcome, status, method, seconds from arrival to the last byte, to the first
+# byte and to the first send without waits (None where it did not come to that), bytes of the bodies
+# from and to the client, replica ("" for none).
+Finished = tuple[str, int, str, float, float | None, float | None, int, int, str]
+
+
 class Metrics:
-    """The numbers of one balancer, and the registry that tells them: never the global one."""
+    """The numbers of one balancer, and the registry that tells them: never the global one.
+
+    Finished requests are only noted, and counted many at a time: when somebody reads, and by `fold`.
+    """
 
     def __init__(self, *, service: str, policy: str, mode: str = "standalone") -> None:
         self.service = service
@@ -115,6 +135,7 @@ class Metrics:
         self.last_sync = 0.0
         self.loop_lags = Histogram(OVERHEAD)
         self._replicas: dict[str, _ReplicaCounts] = {}
+        self._finished: list[Finished] = []
         self.registry = CollectorRegistry()
         self.registry.register(_Collector(self))
 
@@ -124,21 +145,30 @@ class Metrics:
 
     # --- one line per thing that can happen -----------------------------------------------------
 
-    def request_finished(
-        self, outcome: str, status: int, method: str, total: float, first_byte: float | None
-    ) -> None:
-        self.requests[outcome] += 1
-        self.responses[status, method if method in METHODS else "other"] += 1
-        self.durations[outcome].observe(total)
-        if first_byte is not None:
-            self.first_bytes[outcome].observe(first_byte)
+    def request_finished(self, finished: Finished) -> None:
+        self._finished.append(finished)
 
-    def bodies(self, received: int, sent: int) -> None:
-        self.received_bytes += received
-        self.sent_bytes += sent
-
-    def overhead(self, seconds: float) -> None:
-        self.overheads.observe(seconds)
+    def fold(self) -> None:
+        """Count the requests that have finished since the last time."""
+        if not self._finished:
+            return
+        finished, self._finished = self._finished, []
+        outcomes, statuses, methods, totals, firsts, owns, received, sent, replicas = zip(
+            *finished, strict=True
+        )
+        self.requests.update(outcomes)
+        self.responses.update(zip(statuses, map(_label_of, methods), strict=True))
+        self.received_bytes += sum(received)
+        self.sent_bytes += sum(sent)
+        self.overheads.observe_all([own for own in owns if own is not None])
+        for outcome in set(outcomes):
+            mine = [each == outcome for each in outcomes]
+            self.durations[outcome].observe_all(list(compress(totals, mine)))
+            first_bytes = [first for first in compress(firsts, mine) if first is not None]
+            self.first_bytes[outcome].observe_all(first_bytes)
+        for (replica, outcome), count in Counter(zip(replicas, outcomes, strict=True)).items():
+            if replica:
+                self._of(replica).outcomes[outcome] += count
 
     def rejected(self, reason: RejectReason) -> None:
         self.rejections[reason] += 1
@@ -175,14 +205,11 @@ class Metrics:
     def loop_lag(self, seconds: float) -> None:
         self.loop_lags.observe(seconds)
 
-    def replica_request(self, replica: str, outcome: str) -> None:
-        counts = self._replicas.get(replica)
-        if counts is None:
-            counts = self._replicas[replica] = _ReplicaCounts()
-        counts.outcomes[outcome] += 1
+    def _of(self, replica: str) -> _ReplicaCounts:
+        return self._replicas.setdefault(replica, _ReplicaCounts())
 
     def replica_added(self, replica: str) -> None:
-        self._replicas.setdefault(replica, _ReplicaCounts()).retired_at = None
+        self._of(replica).retired_at = None
 
     def replica_retired(self, replica: str, now: float) -> None:
         if replica in self._replicas:
@@ -190,6 +217,7 @@ class Metrics:
 
     def live_replicas(self, now: float) -> Iterator[tuple[str, Mapping[str, int]]]:
         """The counts of each replica; those that have left long enough ago are forgotten."""
+        self.fold()
         for name, counts in list(self._replicas.items()):
             if counts.retired_at is not None and now - counts.retired_at >= FORGET_SECONDS:
                 del self._replicas[name]
@@ -200,14 +228,17 @@ class Metrics:
 
     def outcomes(self) -> dict[str, int]:
         """Finished requests since the start, by how they ended."""
+        self.fold()
         return dict(self.requests)
 
     def first_byte_counts(self) -> list[int]:
         """Answers of replicas since the start, by bucket of `FIRST_BYTE`, and those beyond the last."""
+        self.fold()
         return _of_replicas(self.first_bytes)
 
     def duration_counts(self) -> list[int]:
         """The same by bucket of `DURATION`."""
+        self.fold()
         return _of_replicas(self.durations)
 
 
@@ -217,6 +248,10 @@ def _of_replicas(histograms: Mapping[str, Histogram]) -> list[int]:
     return [sum(counts) for counts in zip(*counted, strict=True)]
 
 
+def _label_of(method: str) -> str:
+    return method if method in METHODS else "other"
+
+
 class _Collector:
     """All families, in the order of the page."""
 
@@ -224,6 +259,7 @@ class _Collector:
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
+        self._metrics.fold()
         yield from self._requests()
         yield from self._attempts()
         yield from self._replicas()

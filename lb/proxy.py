@@ -16,8 +16,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from aiohttp import StreamReader
+
 from lb.arrivals import Arrivals
-from lb.body import LAST_CHUNK, Upload, chunk_of
+from lb.body import LAST_CHUNK, NO_UPLOAD, Upload, chunk_of
 from lb.deadlines import Deadlines
 from lb.errors import (
     AttemptError,
@@ -110,32 +112,24 @@ def guarded(step: Step) -> Step:
 class Passage(Exchange):
     """One request on its way. Every public method is an event; after `_finish` none comes any more."""
 
-    __slots__ = (
-        "_body",
-        "_budget",
-        "_chunked",
-        "_connection",
-        "_ended",
-        "_failure",
-        "_lease",
-        "_proxy",
-        "_task",
-        "_tried",
-        "_upload",
-        "_wait_began",
-    )
+    _failure: AttemptError | None = None  # of the last attempt
+    _lease: Lease | None = None
+    _connection: UpstreamConnection | None = None
+    _body: StreamReader | None = None  # of the answer
+    _chunked = False  # is the answer to be?
+    _ended = False  # is all of the answer written?
+    _task: asyncio.Task[None] | None = None  # that connects, or looks after a tunnel
+    _wait_began: float | None = None  # of a wait for a replica
 
     def __init__(self, proxy: Proxy, request: Request, client: ClientConnection) -> None:
         super().__init__(request, client)
         self._proxy = proxy
-        self._upload = Upload(request, client, proxy.replay)
         self._tried: list[Replica] = []
-        self._failure: AttemptError | None = None  # of the last attempt
-        self._lease: Lease | None = None
-        self._connection: UpstreamConnection | None = None
-        self._task: asyncio.Task[None] | None = None  # that connects, or looks after a tunnel
-        self._wait_began: float | None = None  # of a wait for a replica
-        self._ended = False  # is all of the answer written?
+        self._upload = (
+            NO_UPLOAD
+            if request.body is None
+            else Upload(request, request.body, client, proxy.replay)
+        )
 
     @guarded
     def start(self) -> None:

@@ -34,7 +34,7 @@ LINGER_BYTES = 64 * 1024 * 1024
 # The same for connections that are too many: these are not counted, so they must be short.
 LINGER_REFUSED_SECONDS = 1.0
 SWEEP_SECONDS = 0.5
-LINE_END = re.compile(rb"[\r\n]+")
+LINE_ENDS = re.compile(rb"[\r\n]+")
 
 
 class Handling(Protocol):
@@ -67,19 +67,20 @@ class ClientConnection(Connection):
         super().__init__()
         self._server = server
         self._parser: Any = None
+        self._receive = self._in_head  # where we are in what the client sends
         self._requests: deque[Request] = deque()
         self._request: Request | None = None  # the one being served...
         self._handling: Handling | None = None  # ...and by whom
         self._serving = False  # guards `_serve` against being entered twice
         self._body: StreamReader | None = None  # of the newest request...
-        self._length = 0  # ...and its declared length, if it has one...
+        self._left = 0  # ...and what is to come of it, if it has a length...
         self._chunks: ChunkScanner | None = None  # ...or its chunks
         self._fault: BadRequest | None = None
         self._head_bytes = 0
         self._since = time.monotonic()  # of being idle, or of the first byte of a head
         self._lingering_until: float | None = None
         self._unsent = 0  # bytes of the last answer, when the sweep last looked
-        self._lingered = 0
+        self._ignored = 0
         self.after_upgrade: bytes | None = None
         self.busy = False
         self.left = False
@@ -136,7 +137,7 @@ class ClientConnection(Connection):
             self._handling = self._server.handler(self._request, self)
             self._handling.start()
         self._serving = False
-        if self._fault is not None and not self.busy and self._parser is not None:
+        if self._fault is not None and not self.busy and self._lingering_until is None:
             self.refuse(self._fault)
             self._linger()
 
@@ -180,7 +181,8 @@ class ClientConnection(Connection):
     def _linger(self) -> None:
         """Close, but read on for a while: closing with unread bytes would destroy the answer."""
         self._lingering_until = time.monotonic() + LINGER_SECONDS
-        self._parser = self.after_upgrade = None
+        self._receive = self._in_vain
+        self.after_upgrade = None
         self._requests.clear()
         if self.transport is not None:
             if self.transport.can_write_eof():
@@ -196,14 +198,11 @@ class ClientConnection(Connection):
         if self._handling is not None:
             self._handling.tunnel_ended()
 
-    # --- what comes in --------------------------------------------------------------------------
+    # --- what comes in: each `_in_...` takes its part of the data and returns the rest -------------
 
     def data_received(self, data: bytes) -> None:
-        start = 0
-        while start < len(data):
-            end = self._end_of_piece(data, start)
-            self._receive(data[start:end])
-            start = end
+        while data:
+            data = self._receive(data)
         self._hand_on()
 
     def _hand_on(self) -> None:
@@ -213,74 +212,83 @@ class ClientConnection(Connection):
         elif self._request is not None and self._request.body is not None:
             self._handling.upload_came()
 
-    def _end_of_piece(self, data: bytes, start: int) -> int:
-        """Where to cut, so that no piece goes on behind the end of a head or of a body.
-
-        Within one piece the parser drops what follows the head of an upgrade, takes the last
-        trailer of a body for the first header of the next request, and forgets the requests ahead
-        of a bad one.
-        """
-        if self._parser is None or self.after_upgrade is not None or self.tunnel is not None:
-            return len(data)
-        if self._length_left:
-            return min(len(data), start + self._length_left)
-        if self._chunks is not None and self._body is not None and not self._body.is_eof():
-            end = self._chunks.end_in(data, start)
-            return len(data) if end is None else end
-        if line_end := LINE_END.match(data, start):  # it may be the rest of an end
-            return line_end.end()
-        found = data.find(END_OF_HEAD, start)
-        return len(data) if found < 0 else found + len(END_OF_HEAD)
-
-    @property
-    def _length_left(self) -> int:
-        """What is still to come of a body with a length."""
-        if self._body is None or self._body.is_eof():
-            return 0
-        return self._length and self._length - self._body.total_bytes
-
-    def _receive(self, data: bytes) -> None:
-        if self.tunnel is not None:
-            self.tunnel_data(data)
-        elif self.after_upgrade is not None:
-            self.after_upgrade += data
-            if len(self.after_upgrade) > READ_LIMIT:
-                self.pause_reading()
-        elif self._parser is None:
-            self._lingered += len(data)
-            if self._lingered > LINGER_BYTES:
-                self.abort()
-        elif self._fault is None:
-            self._feed(data)
-
-    def _feed(self, data: bytes) -> None:
-        in_body = self._body is not None and not self._body.is_eof()
-        if not in_body and not self._head_bytes:
+    def _in_head(self, data: bytes) -> bytes:
+        """Up to the end of a head: within one piece the parser would drop what follows that of an
+        upgrade, and forget the requests ahead of a bad one."""
+        if data[0] in b"\r\n":  # it may be the rest of an end
+            end = LINE_ENDS.match(data).end()  # type: ignore[union-attr]
+        else:
+            found = data.find(END_OF_HEAD)
+            end = len(data) if found < 0 else found + len(END_OF_HEAD)
+        piece = data[:end]
+        if not self._head_bytes:
             self._since = time.monotonic()
-        try:
-            messages, upgraded, rest = self._parser.feed_data(data)
-        except HttpProcessingError as error:
-            self._reject(_bad_request(error, data))
-            return
-        for message, body in messages:
-            self._take(message, body)
-        if messages or in_body:
+        messages, upgraded = self._feed(piece)
+        if messages:
             self._head_bytes = 0
-            self._renew_parser(upgraded)
-        elif self._head_bytes or data.strip(b"\r\n"):  # empty lines go before a head: RFC 9112, 2.2
-            self._head_bytes += len(data)
+            for message, body in messages:
+                self._take(message, body)
+            if upgraded and self.after_upgrade is None and self._fault is None:
+                self._parser = request_parser(self)  # an upgrade that we do not take for one
+        elif self._head_bytes or piece.strip(
+            b"\r\n"
+        ):  # empty lines go before a head: RFC 9112, 2.2
+            self._head_bytes += len(piece)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._reject(
-                    BadRequest(f"the head is longer than {MAX_HEAD_BYTES} bytes", status=431)
-                )
-        if rest:
-            self.data_received(rest)
+                detail = f"the head is longer than {MAX_HEAD_BYTES} bytes"
+                self._reject(BadRequest(detail, status=431))
+        return data[end:]
 
-    def _renew_parser(self, upgraded: bool) -> None:
-        """Behind a chunked body, whose trailers it still holds, or an upgrade that we do not take for one."""
-        trailers = self._body is not None and self._body.is_eof() and not self._length
-        if self._parser is not None and self.after_upgrade is None and (upgraded or trailers):
-            self._parser = request_parser(self)
+    def _in_body(self, data: bytes) -> bytes:
+        """Up to the end of a body with a length."""
+        piece = data[: self._left]
+        self._left -= len(piece)
+        _, upgraded = self._feed(piece)
+        if not self._left:
+            self._receive = self._in_head
+            if upgraded:
+                self._parser = request_parser(self)
+        return data[len(piece) :]
+
+    def _in_chunks(self, data: bytes) -> bytes:
+        """Up to the end of a chunked body: the parser would take the last trailer for the first header
+        of the next request, so that one gets a parser of its own."""
+        assert self._chunks is not None
+        end = self._chunks.end_in(data, 0)
+        self._feed(data[:end])
+        if end is None or self._fault is not None:
+            return b""
+        self._receive = self._in_head
+        self._parser = request_parser(self)
+        return data[end:]
+
+    def _in_upgrade(self, data: bytes) -> bytes:
+        """What follows is the other protocol's, once it is agreed."""
+        assert self.after_upgrade is not None
+        self.after_upgrade += data
+        if len(self.after_upgrade) > READ_LIMIT:
+            self.pause_reading()
+        return b""
+
+    def _in_tunnel(self, data: bytes) -> bytes:
+        self.tunnel_data(data)
+        return b""
+
+    def _in_vain(self, data: bytes) -> bytes:
+        """No request can follow: read so much, and no more, that the client gets its answer."""
+        self._ignored += len(data)
+        if self._ignored > LINGER_BYTES:
+            self.abort()
+        return b""
+
+    def _feed(self, piece: bytes) -> tuple[Any, bool]:
+        """The messages that end in this piece, and whether the parser stops for another protocol."""
+        try:
+            messages, upgraded, _ = self._parser.feed_data(piece)
+        except HttpProcessingError as error:
+            self._reject(_bad_request(error, piece))
+            return (), False
+        return messages, upgraded
 
     def _take(self, message: RawRequestMessage, body: StreamReader) -> None:
         request = Request(message, body)
@@ -288,17 +296,30 @@ class ClientConnection(Connection):
         if request.refused is not None:
             self._reject(request.refused)
             return
-        self._length = int(request.length or b"0")
-        self._chunks = ChunkScanner() if request.chunked else None
-        self._requests.append(request)
         if request.upgrade is not None:
-            self.after_upgrade = b""  # what follows is the other protocol's, once it is agreed
+            self.after_upgrade = b""
+            self._receive = self._in_upgrade
+        elif request.chunked:
+            self._chunks = ChunkScanner()
+            self._receive = self._in_chunks
+        elif request.length is not None:
+            self._left = int(request.length)
+            if self._left:
+                self._receive = self._in_body
+        self._requests.append(request)
         if len(self._requests) >= MAX_AHEAD:
             self.pause_reading()
 
+    def join(self, other: Connection) -> None:
+        super().join(other)
+        self._receive = self._in_tunnel
+
     def _reject(self, fault: BadRequest) -> None:
         """Take no more from this client; what it sent before the fault is still served."""
+        if self._fault is not None:
+            return
         self._fault = fault
+        self._receive = self._in_vain
         if self._body is not None and not self._body.is_eof():
             if self._requests and self._requests[-1].body is self._body:
                 self._requests.pop()  # its turn had not come: no replica needs to hear of it
@@ -310,6 +331,7 @@ class ClientConnection(Connection):
         if self.after_upgrade is not None:
             rest, self.after_upgrade = self.after_upgrade, None
             self._parser = request_parser(self)
+            self._receive = self._in_head
             self.resume_reading()
             self.data_received(rest)
 
