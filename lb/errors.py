@@ -61,11 +61,12 @@ class BadRequest(ProxyError):
     """The client's fault: the request is malformed or asks for what a reverse proxy does not do."""
 
     outcome = "client_error"
-    reason: RejectReason = "bad_request"
+    reason: RejectReason
 
     def __init__(self, detail: str, *, status: int = 400) -> None:
         super().__init__(detail)
         self.status = status
+        self.reason = "body_too_large" if status == 413 else "bad_request"
 
 
 class Rejected(ProxyError):

@@ -167,8 +167,8 @@ class Metrics:
             first_bytes = [first for first in compress(firsts, mine) if first is not None]
             self.first_bytes[outcome].observe_all(first_bytes)
         for (replica, outcome), count in Counter(zip(replicas, outcomes, strict=True)).items():
-            if replica:
-                self._of(replica).outcomes[outcome] += count
+            if replica in self._replicas:  # else none was chosen, or it was forgotten meanwhile
+                self._replicas[replica].outcomes[outcome] += count
 
     def rejected(self, reason: RejectReason) -> None:
         self.rejections[reason] += 1
@@ -205,11 +205,8 @@ class Metrics:
     def loop_lag(self, seconds: float) -> None:
         self.loop_lags.observe(seconds)
 
-    def _of(self, replica: str) -> _ReplicaCounts:
-        return self._replicas.setdefault(replica, _ReplicaCounts())
-
     def replica_added(self, replica: str) -> None:
-        self._of(replica).retired_at = None
+        self._replicas.setdefault(replica, _ReplicaCounts()).retired_at = None
 
     def replica_retired(self, replica: str, now: float) -> None:
         if replica in self._replicas:
