@@ -29,12 +29,13 @@ Nothing happens to a retired replica any more; leases on it can still be release
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
 
 from controller_client.protocol import ReadyReplica
 from lb.policies import SelectionPolicy
+from lb.ranking import Ranking
 from lb.stickiness import affinity
 
 FIRST_EJECTION_SECONDS = 1.0
@@ -109,24 +110,20 @@ class Replica:
 class Lease:
     """One request's claim on a replica: counted in `inflight` until it is released, exactly once."""
 
-    __slots__ = ("released", "replica")
+    __slots__ = ("_on_release", "released", "replica")
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, on_release: Callable[[Replica], None]) -> None:
         self.replica = replica
         self.released = False
+        self._on_release = on_release
         replica.inflight += 1
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
 
     def release(self) -> None:
         """End the claim; calling it again changes nothing."""
         if not self.released:
             self.released = True
             self.replica.inflight -= 1
+            self._on_release(self.replica)
 
 
 @dataclass(frozen=True)
@@ -168,6 +165,7 @@ class ReplicaTable:
         self._replicas: dict[str, Replica] = {}
         self._empty_since: float | None = None
         self._leases = 0
+        self._rank()
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
@@ -194,6 +192,11 @@ class ReplicaTable:
 
     def apply(self, ready: Collection[ReadyReplica], now: float) -> TableChange:
         """Take in one ready list that the controller answered."""
+        change = self._apply(ready, now)
+        self._rank()
+        return change
+
+    def _apply(self, ready: Collection[ReadyReplica], now: float) -> TableChange:
         if ready:
             self._empty_since = None
             return self._apply_list(ready, now)
@@ -237,8 +240,8 @@ class ReplicaTable:
         retired = tuple(replica for replica in self if self._is_over(replica, now))
         for replica in retired:
             replica.state = State.RETIRED
-            self._restore(replica)
             del self._replicas[replica.url]
+            self._restore(replica)
         return retired
 
     def _is_over(self, replica: Replica, now: float) -> bool:
@@ -257,23 +260,46 @@ class ReplicaTable:
         does. With only set-aside ones left, the
         one that failed longest ago is taken: asking somebody beats refusing by our own choice.
         """
-        candidates = [r for r in self._replicas.values() if r.routable and r not in tried]
-        if not candidates:
+        replica = None if tried or session is not None else self._first(now)
+        if replica is None:
+            replica = self._search(now, tried, session)
+        if replica is None:
             return None
-        preferred = [replica for replica in candidates if not replica.avoided(now)]
-        if preferred and session is not None:
-            score = affinity(session)
-            replica = max(preferred, key=lambda r: score(r.url))
-        elif preferred:
-            replica = min(preferred, key=self._policy)
-        else:
-            replica = min(candidates, key=lambda r: (r.failed_at, r.last_lease))
         self._leases += 1
         replica.last_lease = self._leases
-        lease = Lease(replica)
+        lease = Lease(replica, self._ranking.fell)
         if replica.ejected and not replica.probing:
             replica.probe = lease
         return lease
+
+    def _first(self, now: float) -> Replica | None:
+        """What the policy chooses of all; None where all are set aside."""
+        first = self._ranking.first()
+        for replica in self._ejected:
+            if not replica.avoided(now) and (
+                first is None or self._policy(replica) < self._policy(first)
+            ):
+                first = replica
+        return first
+
+    def _search(
+        self, now: float, tried: Collection[Replica], session: bytes | None
+    ) -> Replica | None:
+        """The same by looking at each, where not all may be chosen or the policy is not asked."""
+        candidates = [r for r in self._replicas.values() if r.routable and r not in tried]
+        preferred = [replica for replica in candidates if not replica.avoided(now)]
+        if preferred and session is not None:
+            score = affinity(session)
+            return max(preferred, key=lambda r: score(r.url))
+        if preferred:
+            return min(preferred, key=self._policy)
+        return min(candidates, key=lambda r: (r.failed_at, r.last_lease), default=None)
+
+    def _rank(self) -> None:
+        """After a change of who may be chosen: rare, beside leases."""
+        routable = self.routable()
+        self._ejected = [replica for replica in routable if replica.ejected]
+        self._ranking = Ranking((r for r in routable if not r.ejected), self._policy)
 
     def failed(self, lease: Lease, now: float, *, unreachable: bool) -> bool:
         """An attempt failed with an error that ejects; true if the replica was not ejected before.
@@ -293,6 +319,8 @@ class ReplicaTable:
             FIRST_EJECTION_SECONDS * 2.0 ** min(replica.failures - 1, 10), LONGEST_EJECTION_SECONDS
         )
         replica.ejected_until = now + longest * self._jitter.uniform(0.75, 1.0)
+        if newly:
+            self._rank()
         return newly
 
     def connected(self, lease: Lease) -> bool:
@@ -312,4 +340,5 @@ class ReplicaTable:
             return False
         replica.ejected_until = None
         replica.probe = None
+        self._rank()
         return True
