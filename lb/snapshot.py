@@ -8,6 +8,7 @@ spans seconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TypedDict
 
 from lb.events import KEPT, EventFacts
@@ -288,11 +289,17 @@ def percentiles(counts: Sequence[int], edges: Sequence[float]) -> dict[str, floa
     Within a bucket values are taken to be spread evenly, as Prometheus does; of what is beyond the
     last edge that edge alone is known.
     """
+    return dict(zip(PERCENTILES, _percentiles(tuple(counts), tuple(edges)), strict=True))
+
+
+# A tick never changes, and is asked about each second for as long as a page is open.
+@lru_cache(maxsize=1024)
+def _percentiles(counts: tuple[int, ...], edges: tuple[float, ...]) -> tuple[float | None, ...]:
     total = sum(counts)
-    return {
-        name: _short(_quantile(fraction * total, counts, edges)) if total else None
-        for name, fraction in PERCENTILES.items()
-    }
+    if not total:
+        return (None,) * len(PERCENTILES)
+    ranks = (fraction * total for fraction in PERCENTILES.values())
+    return tuple(_short(_quantile(rank, counts, edges)) for rank in ranks)
 
 
 def _quantile(rank: float, counts: Sequence[int], edges: Sequence[float]) -> float:

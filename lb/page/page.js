@@ -11,27 +11,26 @@ const SVG = "http://www.w3.org/2000/svg";
 
 // --- how values read ---
 
+const whole = (text) => text.replaceAll(" ", "\u00a0"); // a number and its unit stay on one line
 const round = (value, digits = 3) => String(Number(value.toPrecision(digits)));
 const many = (value) => value.toLocaleString("en");
-const percent = (part) => (part > 0 && part < 0.0005 ? "<0.1 %" : `${(part * 100).toFixed(1)} %`);
-const rate = (value) => (value === 0 ? "0 /s" : `${value < 100 ? round(value) : many(Math.round(value))} /s`);
+const percent = (part) => whole(part > 0 && part < 0.0005 ? "<0.1 %" : `${(part * 100).toFixed(1)} %`);
+const rate = (value) => whole(`${value < 100 ? round(value) : many(Math.round(value))} /s`);
 const clock = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");
 const plural = (count, word) => `${many(count)} ${word}${count === 1 ? "" : "s"}`;
 
 function span(seconds) {
   if (seconds === null) return "–";
-  if (seconds < 0.0995) return `${round(seconds * 1000)} ms`;
-  if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
-  if (seconds < 99.5) return `${round(seconds)} s`;
-  return age(seconds);
+  if (seconds < 0.9995) return whole(`${round(seconds * 1000)} ms`);
+  return seconds < 99.5 ? whole(`${round(seconds)} s`) : age(seconds);
 }
 
 function age(seconds) {
-  const whole = Math.max(0, Math.floor(seconds));
-  if (whole < 60) return `${whole} s`;
-  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
-  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
-  return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
+  const full = Math.max(0, Math.floor(seconds));
+  if (full < 60) return whole(`${full} s`);
+  if (full < 3600) return whole(`${Math.floor(full / 60)} min ${full % 60} s`);
+  if (full < 86400) return whole(`${Math.floor(full / 3600)} h ${Math.floor((full % 3600) / 60)} min`);
+  return whole(`${Math.floor(full / 86400)} d ${Math.floor((full % 86400) / 3600)} h`);
 }
 
 function when(at, now) {
@@ -89,7 +88,7 @@ function heldFact({ held, now, sync }) {
 function replicasFact({ counts }) {
   const routable = counts.serving + counts.held;
   const states = Object.entries(counts).filter(([, count]) => count > 0);
-  const text = states.map(([state, count]) => `${many(count)} ${state}`).join(" · ");
+  const text = states.map(([state, count]) => whole(`${many(count)} ${state}`)).join(" · ");
   return [`${many(routable)} routable`, text || "none known", routable ? "" : "bad"];
 }
 

@@ -108,6 +108,8 @@ def busy() -> CannedAdmin:
     [
         ("light", 1280, False),
         ("dark", 1280, True),
+        ("tablet", 800, False),
+        ("small-screen", 1080, True),
         ("phone-light", 360, False),
         ("phone-dark", 360, True),
     ],

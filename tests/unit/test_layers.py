@@ -43,6 +43,7 @@ NO_IO = {
     "dataclasses",
     "difflib",
     "enum",
+    "functools",
     "hashlib",
     "heapq",
     "http.HTTPStatus",
