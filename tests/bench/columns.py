@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tests.bench.proxies import Proxy
-from tests.bench.stage import Measured, Running, Stage, measure
+from tests.bench.stage import Measured, Running, Stage, direct, load, measure
 
 MICROSECONDS = 1e6
+# Files that a proxy has open beside two for each stream.
+OTHER_FILES = 1000
 CONNECTIONS = 32
 STREAMS = 200
 FEW, SOME, MANY = 2, 100, 1000  # replicas
@@ -39,6 +42,11 @@ class Column:
     meaning: str
     run: Callable[[Stage, Proxy, Scale], dict[str, float]]
     replicas: Callable[[Scale], int] = lambda _: FEW
+
+
+def most_streams() -> int:
+    """As many as a proxy can hold, with a file for each of both sides."""
+    return (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES) // 2
 
 
 def warm(stage: Stage) -> int:
@@ -85,9 +93,64 @@ def download(stage: Stage, proxy: Proxy, scale: Scale) -> dict[str, float]:
     return {"download, CPU us/MiB": each(measured, "mib")}
 
 
+def latency(stage: Stage, proxy: Proxy, scale: Scale) -> dict[str, float]:
+    return added(stage, proxy, scale, scale.rate, f"at {scale.rate:,} GET/s")
+
+
+def half(stage: Stage, proxy: Proxy, scale: Scale) -> dict[str, float]:
+    """Half of what it reaches in a closed loop, which is found out first."""
+    report = closed(stage, stage.running(proxy), "get", scale).report
+    return added(stage, proxy, scale, report["answered"] / report["seconds"] / 2, "at half load")
+
+
+def added(stage: Stage, proxy: Proxy, scale: Scale, rate: float, where: str) -> dict[str, float]:
+    """Latency over that of a replica asked at the same rate just before, with no proxy between."""
+    words = ("get", rate, scale.seconds, warm(stage))
+    plain = direct(stage.replicas.ports[0], "rate", *words)["latency"]
+    through = measure(stage.running(proxy), "rate", *words).report["latency"]
+    return {
+        f"added latency {name} {where}, ms": (through[key] - plain[key]) / 1000
+        for name, key in (("p50", "p50"), ("p99", "p99"), ("p99.9", "p999"))
+    }
+
+
+def start(stage: Stage, proxy: Proxy, scale: Scale) -> dict[str, float]:
+    with stage.fresh(proxy) as running:
+        return {"start to first answer, ms": running.start_seconds * 1000}
+
+
+def held(stage: Stage, proxy: Proxy, scale: Scale) -> dict[str, float]:
+    """Streams that are open and silent: what they take, and what they do to other requests."""
+    count = min(scale.open_streams, most_streams())
+    with stage.fresh(proxy) as running:
+        closed(stage, running, "get", scale)
+        before = running.memory_kib()
+        with load("hold", running.port, count):
+            after = running.memory_kib()
+            busy = closed(stage, running, "get", scale)
+        return {
+            f"KiB per open stream, of {count:,}": (after - before) / count,
+            f"MiB with {count:,} open streams": after / 1024,
+            f"GET beside {count:,} open streams, CPU us": each(busy, "answered"),
+        }
+
+
+def get_of(stage: Stage, proxy: Proxy, scale: Scale) -> dict[str, float]:
+    measured = closed(stage, stage.running(proxy), "get", scale)
+    count = len(stage.replicas.ports)
+    return {f"GET over {count:,} replicas, CPU us": each(measured, "answered")}
+
+
 COLUMNS = (
     Column("get", "GET in a closed loop over 32 connections", get),
     Column("post", "POST of 8 KB answered with 2 KB, in the same way", post),
     Column("sse", "event streams, 25 chunks/s each", sse),
     Column("download", "one large answer", download),
+    Column("latency", "GET in an open loop, the same rate for all", latency),
+    Column("half", "GET in an open loop, at half of what each reaches", half),
+    Column("start", "from the start of the process to its first answer", start),
+    # The stock balancer has 100 connections to a replica at most.
+    Column("open", "silent streams", held, lambda scale: scale.some),
+    Column("some", "GET as in get, with more replicas", get_of, lambda scale: scale.some),
+    Column("many", "GET as in get, with many replicas", get_of, lambda scale: scale.many),
 )

@@ -30,7 +30,7 @@
 #define SECOND 1000000000LL
 #define RATE_CONNECTIONS 256
 #define LARGEST 16384 /* bytes of an answer that is read whole */
-#define PATIENCE (20 * SECOND)
+#define PATIENCE (120 * SECOND)
 
 struct conn {
   int fd;

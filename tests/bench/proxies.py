@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -131,7 +132,7 @@ def nginx(program: str, job: Job) -> list[str]:
     config.write_text(
         NGINX.format(
             folder=job.folder,
-            files=resource_limit(),
+            files=file_limit(),
             largest=LARGEST,
             idle=512 + len(job.replicas.ports),
             servers=" ".join(f"server 127.0.0.1:{port};" for port in job.replicas.ports),
@@ -169,7 +170,7 @@ def haproxy(program: str, job: Job) -> list[str]:
     config = job.folder / "haproxy.cfg"
     config.write_text(
         HAPROXY.format(
-            largest=(resource_limit() - 200) // 2 - len(job.replicas.ports),
+            largest=(file_limit() - 200) // 2 - len(job.replicas.ports),
             port=job.port,
             metrics=free_port(),
             servers="\n  ".join(
@@ -181,9 +182,7 @@ def haproxy(program: str, job: Job) -> list[str]:
     return [program, "-db", "-f", str(config)]
 
 
-def resource_limit() -> int:
-    import resource
-
+def file_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

@@ -26,7 +26,7 @@ class Results:
     def ratio(self, title: str, proxy: str) -> float | None:
         """To ours."""
         rounds = self.figures[title]
-        if proxy not in rounds or not median(rounds.get(OURS, [0.0])):
+        if title.endswith("%") or proxy not in rounds or not median(rounds.get(OURS, [0.0])):
             return None
         return median(rounds[proxy]) / median(rounds[OURS])
 
