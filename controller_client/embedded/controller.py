@@ -1,11 +1,4 @@
-"""`python -m controller_client.embedded.controller`: the controller of one service.
-
-Two of these processes run for each service. The one that holds the service's lock works; the other
-waits for the lock, which the kernel gives it the moment the first is gone, however that ended. The
-one that works starts the other, the load balancer and the replicas, and starts again whatever of
-these ends. So each process is watched by another, and any one of them may be killed. Both hold the
-listening socket: a call that is made in between waits and is answered.
-"""
+"""The controller of one service: it keeps replicas and load balancer alive, and answers calls."""
 
 import asyncio
 import json
@@ -375,14 +368,3 @@ async def _errors(
     except (AssertionError, LookupError, TypeError, ValueError, AttributeError) as error:
         message = f"Failed method {request.method} at {request.path}: {error!r}"
         return web.json_response({"message": message}, status=500)
-
-
-def main(state: str, name: str, born: str, socket_fd: str, leash: str) -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
-    listener = socket.socket(fileno=int(socket_fd))
-    with Places(Path(state), name).locked("controller"):
-        asyncio.run(Controller(Path(state), name, float(born), listener, bool(leash)).run())
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

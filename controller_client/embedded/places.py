@@ -64,7 +64,7 @@ def start(
     words = [str(state), name, repr(born), str(socket_fd), "leash" if leash is not None else ""]
     with Places(state, name).controller_log.open("ab") as output:
         return subprocess.Popen(  # noqa: S603 - this very program
-            [sys.executable, "-m", "controller_client.embedded.controller", *words],
+            [sys.executable, "-m", "controller_client.embedded", *words],
             cwd=ROOT,
             pass_fds=[socket_fd],
             stdin=subprocess.DEVNULL if leash is None else leash,

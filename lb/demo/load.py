@@ -8,11 +8,14 @@ import time
 import aiohttp
 import anyio
 
-from lb.demo.run import CLIENT_TIMEOUT, DURATION, LATE, RATE, Outcome, Result, Run
+from lb.demo.run import CLIENT_TIMEOUT, LATE, RATE, Outcome, Over, Result, Run
 
 
-async def send_steadily(url: str, run: Run) -> None:
-    """Send requests to `url` and keep what becomes of them in `run`; ends when all have ended."""
+async def send_steadily(url: str, run: Run, over: Over) -> None:
+    """Send requests to `url` and keep what becomes of them in `run`, until it is `over`.
+
+    Ends when all have ended.
+    """
     async with (
         aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -20,8 +23,8 @@ async def send_steadily(url: str, run: Run) -> None:
         ) as session,
         anyio.create_task_group() as requests,
     ):
-        for number in range(round(RATE * DURATION)):
-            await anyio.sleep_until(run.began + number / RATE)
+        while not over(run):
+            await anyio.sleep_until(run.began + run.sent / RATE)
             run.sent += 1
             requests.start_soon(_request, session, url, run)
 

@@ -16,9 +16,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from controller_client.embedded.tables import tables
 from lb.demo.run import (
     CLIENT_TIMEOUT,
     DURATION,
+    GAP,
     GRACE_PERIOD,
     LATE,
     NO_REPLICA_WAIT,
@@ -29,16 +31,20 @@ from lb.demo.run import (
     UPDATES,
     Outcome,
     Run,
+    Step,
 )
 from lb.syncer import URGENT_INTERVAL_SECONDS
 
 CELL_SECONDS = 0.25
 CELLS = round(DURATION / CELL_SECONDS)
+START_AND_END_SECONDS = 7
 CELLS_PER_TICK = 8
 NAME_WIDTH = 20
 REFRESHES_PER_SECOND = 10
 
 EMPTY_LIST = "^"
+UPDATE = "|"
+BOTH = "+"
 MARKS = {
     Outcome.ANSWERED: ("=", "black on green"),
     Outcome.ANSWERED_LATE: ("~", "black on yellow"),
@@ -75,16 +81,23 @@ def introduce(console: Console, runs: Sequence[Run]) -> None:
     console.print("\nThere are two runs, which differ in one option:")
     default = f"no option: {GRACE_PERIOD / SYNC_INTERVAL:g} x sync interval is the default"
     for number, run in enumerate(runs, 1):
-        console.print(f"  {number}. {run.name} ({' '.join(run.options) or default})")
-    console.print()
+        own = " ".join(run.options[len(OPTIONS) :])
+        console.print(f"  {number}. {run.name} ({own or default})")
+    console.print(
+        "\nBeside them such a service is updated three times without the fault: a new number of "
+        "replicas, and a new text of theirs in a rolling and in a blue-green update.\n"
+    )
 
 
 def _facts() -> Table:
     facts = Table.grid(padding=(0, 2, 0, 0))
     for name, fact in {
-        "replicas": "two processes, which answer every request at once",
-        "controller": f"a fake one; {len(UPDATES)} times in a run its ready list is empty for one sync",
-        "load balancer": f"skyserve-lb serve --controller-url URL {' '.join(OPTIONS)}",
+        "service": "skyserve-lb up: two replicas, local processes that answer at once",
+        "fault": (
+            f"--gap {GAP:g}s: for so long after an update the ready list goes by the versions from "
+            f"before it; {len(UPDATES)} updates of 2 replicas to 3 or back, each just before a sync"
+        ),
+        "load balancer": f"skyserve-lb serve {' '.join(OPTIONS)}",
         "clients": f"{RATE} requests a second for {DURATION:g} s, whatever becomes of the earlier ones",
         "times": (
             f"a tenth of the usual ones: {SYNC_INTERVAL:g} s from sync to sync, not "
@@ -104,7 +117,7 @@ def _facts() -> Table:
 def progress(console: Console, runs: Sequence[Run]) -> Iterator[None]:
     """While the context lasts, show how the runs go on a terminal; elsewhere say how long it takes."""
     if not (sys.stdout.isatty() and console.is_interactive):
-        console.print(f"This takes about {len(runs) * DURATION + 3:.0f} s.\n")
+        console.print(f"This takes about {DURATION + START_AND_END_SECONDS:.0f} s.\n")
         yield
         return
     with Live(
@@ -117,12 +130,13 @@ def progress(console: Console, runs: Sequence[Run]) -> Iterator[None]:
 
 
 def _status(runs: Sequence[Run]) -> str:
-    number = max(1, sum(run.sent > 0 for run in runs))
-    run = runs[number - 1]
-    return (
-        f"Run {number} of {len(runs)}: {run.sent / RATE:4.1f} of {DURATION:g} s, {run.sent} requests, "
-        f"{run.answered} answered 200, {run.count(Outcome.REFUSED)} answered 503\n"
-    )
+    lines = [
+        f"{run.name}: {run.sent} requests, {run.answered} answered 200, "
+        f"{run.count(Outcome.REFUSED)} answered 503\n"
+        for run in runs
+        if run.sent
+    ]
+    return "".join(lines) or "Starting.\n"
 
 
 # --- after ----------------------------------------------------------------------------------------
@@ -148,6 +162,20 @@ def conclude(console: Console, runs: Sequence[Run]) -> None:
     )
 
 
+def conclude_updates(console: Console, run: Run, steps: Sequence[Step]) -> None:
+    """Show the updates: the tables of `skyserve-lb status` on the way and at the end, and the timeline."""
+    for step in steps:
+        console.print(f"\n{step.title}\n", style="bold")
+        for frame in step.shown:
+            console.print(f"{frame.time - step.began:.1f} s after it began:")
+            console.print(tables([frame.row]), "", soft_wrap=True)
+    console.print(timeline([run], steps))
+    console.print(
+        f"\nIn the row of versions a digit is the one that serves, {BOTH} stands for two, {UPDATE} "
+        f"for an update.\n{run.answered} of {run.sent} requests were answered 200."
+    )
+
+
 def table(runs: Sequence[Run]) -> Table:
     """The figures: a row for each measure, a column for each run."""
     figures = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -167,16 +195,24 @@ def table(runs: Sequence[Run]) -> Table:
     return figures
 
 
-def timeline(runs: Sequence[Run]) -> Text:
-    """All runs over time: a row of cells each, and below it where the ready list was empty."""
-    ticks = (
-        f"{cell * CELL_SECONDS:<{CELLS_PER_TICK}g}" for cell in range(0, CELLS, CELLS_PER_TICK)
-    )
+def timeline(runs: Sequence[Run], steps: Sequence[Step] = ()) -> Text:
+    """All runs over time: a row of cells each, and below it where the ready list was empty.
+
+    With `steps` the row below has the versions that serve.
+    """
+    longest = max([DURATION, *(run.sent / RATE for run in runs if steps)])
+    seconds = CELL_SECONDS * -(-longest // DURATION)
+    ticks = (f"{cell * seconds:<{CELLS_PER_TICK}g}" for cell in range(0, CELLS, CELLS_PER_TICK))
     rows = [_row("seconds", Text("".join(ticks)))]
     for run in runs:
-        worst = run.worst(CELL_SECONDS)
+        worst = run.worst(seconds)
         cells = [MARKS[worst[cell]] if cell in worst else " " for cell in range(CELLS)]
-        rows += [_row(run.name, Text.assemble(*cells)), _row("", _empty_lists(run))]
+        rows.append(_row(run.name, Text.assemble(*cells)))
+        rows.append(
+            _row("versions", _versions(run, steps, seconds))
+            if steps
+            else _row("", _empty_lists(run))
+        )
     return Text("\n", no_wrap=True, overflow="crop").join(rows)
 
 
@@ -184,6 +220,19 @@ def _empty_lists(run: Run) -> Text:
     begun = min(CELLS, int(run.sent / RATE / CELL_SECONDS))
     ends = ((cell + 1) * CELL_SECONDS for cell in range(begun))
     return Text("".join(EMPTY_LIST if run.list_is_empty(end) else " " for end in ends), "bold")
+
+
+def _versions(run: Run, steps: Sequence[Step], seconds: float) -> Text:
+    """What served at the end of each cell, and where an update began."""
+    frames = [frame for step in steps for frame in step.frames]
+    begun = {int(step.began / seconds) for step in steps}
+    cells = []
+    for cell in range(min(CELLS, int(run.sent / RATE / seconds))):
+        past = [frame.row["version"] for frame in frames if frame.time <= (cell + 1) * seconds]
+        active = past[-1] if past else [1]
+        mark = BOTH if len(active) > 1 else "".join(map(str, active)) or " "
+        cells.append(UPDATE if cell in begun else mark)
+    return Text("".join(cells))
 
 
 def _row(name: str, cells: Text) -> Text:

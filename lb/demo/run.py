@@ -1,16 +1,16 @@
-"""What one run of the demo is, what is measured in it, and what it has to show. Pure.
+"""What is measured in the demo, and what it has to show. Pure.
 
 Times within a run are in seconds since its first request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
+from typing import Any
 
-from controller_client.fakes.controller import Answer, SyncRecord
 from lb.settings import GRACE_INTERVALS
 
 # What takes 20 s, 10 s or 60 s in a real service takes a tenth of it here.
@@ -19,19 +19,21 @@ SYNC_INTERVAL = 2.0
 NO_REPLICA_WAIT = 1.0
 CLIENT_TIMEOUT = 6.0
 GRACE_PERIOD = GRACE_INTERVALS * SYNC_INTERVAL
+# From 1.4 s after a sync, so that the next meets it and the one after that does not: syncs are
+# up to 10 % early or late.
+GAP = 1.2
+UPDATE_AFTER_SYNC = 1.4
 
 RATE = 20
 DURATION = 14.0
-# From an update to the end of its empty list there are at most two syncs, each 10 % late.
+# No sooner than this; and from an update to the end of its empty list there are two syncs.
 UPDATES = (0.5, 5.0, 9.5)
 LATE = 0.5
 
-EMPTY_LIST = Answer(body=b'{"replica_info": {}}')
-
-# Beside the URL of the controller, which is known when there is one.
+# Beside those that an embedded service gives its balancer.
 OPTIONS = (
-    *("--host", "127.0.0.1", "--port", "0"),
-    *("--sync-interval", f"{SYNC_INTERVAL:g}s", "--no-replica-wait", f"{NO_REPLICA_WAIT:g}s"),
+    *("--sync-interval", f"{SYNC_INTERVAL:g}s"),
+    *("--no-replica-wait", f"{NO_REPLICA_WAIT:g}s"),
 )
 
 
@@ -54,21 +56,29 @@ class Result:
     outcome: Outcome
 
 
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """When the balancer was told the ready list, and whether that was empty."""
+
+    time: float
+    empty: bool
+
+
 @dataclass(slots=True)
 class Run:
-    """One run: the load balancer with OPTIONS and `options`, and what its clients saw.
+    """A service under load: the load balancer with `options`, and what its clients saw.
 
     `began` is the time of its first request (monotonic clock, which the event loop goes by), `sent`
-    the number of requests so far; `results` holds those that have ended, `syncs` what the
-    controller has answered.
+    the number of requests so far; `results` holds those that have ended.
     """
 
     name: str
     options: tuple[str, ...] = ()
+    gap: float = 0.0
     began: float = 0.0
     sent: int = 0
     results: list[Result] = field(default_factory=list)
-    syncs: list[SyncRecord] = field(default_factory=list)
+    syncs: list[Sync] = field(default_factory=list)
 
     @property
     def answered(self) -> int:
@@ -76,7 +86,7 @@ class Run:
 
     @property
     def empty_lists(self) -> int:
-        return sum(sync.answer is EMPTY_LIST for sync in self.syncs)
+        return sum(sync.empty for sync in self.syncs)
 
     def count(self, outcome: Outcome) -> int:
         return sum(result.outcome is outcome for result in self.results)
@@ -98,27 +108,94 @@ class Run:
 
     def list_is_empty(self, time: float) -> bool:
         """Whether the last ready list that was given out by then was empty."""
-        answers = [sync.answer for sync in self.syncs if sync.received_at - self.began <= time]
-        return bool(answers) and answers[-1] is EMPTY_LIST
+        given = [sync for sync in self.syncs if sync.time <= time]
+        return bool(given) and given[-1].empty
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The service at a time, as `skyserve-lb status --json` has it."""
+
+    time: float
+    row: dict[str, Any]
+
+    @property
+    def state(self) -> object:
+        """What makes one frame another than the one before."""
+        replicas = ((each["id"], each["version"], each["status"]) for each in self.row["replicas"])
+        return self.row["version"], *replicas
+
+    def ready(self, version: int) -> int:
+        """How many replicas of this version are ready."""
+        rows = self.row["replicas"]
+        return sum((each["version"], each["status"]) == (version, "READY") for each in rows)
+
+    def settled(self, version: int, count: int) -> bool:
+        """Whether the service has so many replicas of this version ready, and no others."""
+        return self.ready(version) == count == len(self.row["replicas"])
+
+
+@dataclass(slots=True)
+class Step:
+    """One update of the service: its number becomes the version, `count` the number of replicas."""
+
+    title: str
+    version: int
+    count: int
+    text: str
+    mode: str
+    began: float = 0.0
+    frames: list[Frame] = field(default_factory=list)
+
+    @property
+    def shown(self) -> list[Frame]:
+        """The frames to show: the first new replica ready beside old ones, and the end."""
+        mixed = [each for each in self.frames if each.ready(self.version) and not self._over(each)]
+        return [*mixed[:1], *self.frames[-1:]]
+
+    def _over(self, frame: Frame) -> bool:
+        return frame.settled(self.version, self.count)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.frames) and self._over(self.frames[-1])
+
+
+Over = Callable[[Run], bool]
 
 
 def plan() -> list[Run]:
-    """The two runs, which differ in the grace period alone."""
+    """The two runs with the fault, which differ in the grace period alone."""
     return [
-        Run("no grace period", options=("--grace-period", "0")),
-        Run(f"grace period {GRACE_PERIOD:g} s"),
+        Run("no grace period", options=(*OPTIONS, "--grace-period", "0"), gap=GAP),
+        Run(f"grace period {GRACE_PERIOD:g} s", options=OPTIONS, gap=GAP),
     ]
 
 
-def fault(runs: Sequence[Run]) -> str | None:
-    """Why the runs did not show what they should, or None if they did."""
+def steps() -> list[Step]:
+    """The updates without the fault, of a service of two replicas."""
+    return [
+        Step("A count-only update, 2 replicas to 3", 2, 3, "Hello", "rolling"),
+        Step("A rolling update to another text", 3, 3, "Hi", "rolling"),
+        Step("A blue-green update to another text", 4, 3, "Hey", "blue_green"),
+    ]
+
+
+def fault(runs: Sequence[Run], updated: Run, steps: Sequence[Step]) -> str | None:
+    """Why it did not show what it should, or None if it did."""
     without, with_grace = runs
     for run in runs:
         if run.empty_lists != len(UPDATES):
             return f"{run.name}: {run.empty_lists} ready lists were empty, not {len(UPDATES)}"
-    if with_grace.answered != with_grace.sent:
-        lost = with_grace.sent - with_grace.answered
-        return f"{with_grace.name}: {lost} of {with_grace.sent} requests were not answered 200"
+    for run in (with_grace, updated):
+        if run.answered != run.sent:
+            lost = run.sent - run.answered
+            return f"{run.name}: {lost} of {run.sent} requests were not answered 200"
     if not without.count(Outcome.REFUSED):
         return f"{without.name}: no request was answered 503, so there was nothing to cure"
-    return None
+    return next((f"{step.title}: it did not end" for step in steps if not step.done), None)
+
+
+def full(run: Run) -> bool:
+    """Whether a run of the two has sent all its requests."""
+    return run.sent >= round(RATE * DURATION)

@@ -31,7 +31,7 @@ MARK = "EMBEDDED_TEST_MARK"
 NAME = "svc"
 PATIENCE_SECONDS = 60.0
 RATE = 20
-AT_ONCE = 4
+AT_ONCE = 7
 
 Found = TypeVar("Found")
 
@@ -157,7 +157,7 @@ class Machine:
         return None
 
     def controllers(self) -> set[int]:
-        return {pid for pid, line in self.processes().items() if "embedded.controller" in line}
+        return {pid for pid, line in self.processes().items() if "-m controller_client.embedded " in line}
 
 
 @contextmanager

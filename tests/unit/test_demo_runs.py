@@ -1,23 +1,30 @@
-"""The measures of the demo and the judgement over its two runs."""
+"""The measures of the demo and the judgement over its runs."""
 
 import io
+from typing import Any
 
 from rich.console import Console
 
-from controller_client.fakes.controller import Answer, SyncRecord
 from lb.demo.picture import CELL_SECONDS, table, timeline
 from lb.demo.run import (
-    EMPTY_LIST,
+    DURATION,
     GRACE_PERIOD,
     NO_REPLICA_WAIT,
+    OPTIONS,
+    RATE,
     SCALE,
     SYNC_INTERVAL,
     UPDATES,
+    Frame,
     Outcome,
     Result,
     Run,
+    Step,
+    Sync,
     fault,
+    full,
     plan,
+    steps,
 )
 from lb.settings import load
 
@@ -28,7 +35,7 @@ def played(*outcomes: Outcome, name: str = "a run", empty_lists: int = len(UPDAT
     for number, outcome in enumerate(outcomes):
         sent = number * CELL_SECONDS
         run.results.append(Result(sent, sent + 0.01, outcome))
-    run.syncs += [SyncRecord(101.0, (), EMPTY_LIST) for _ in range(empty_lists)]
+    run.syncs += [Sync(1.0, empty=True) for _ in range(empty_lists)]
     return run
 
 
@@ -50,7 +57,15 @@ def test_the_times_are_the_defaults_scaled() -> None:
 
 
 def test_the_runs_differ_in_the_grace_period_alone() -> None:
-    assert [run.options for run in plan()] == [("--grace-period", "0"), ()]
+    without, with_grace = plan()
+    assert without.options == (*OPTIONS, "--grace-period", "0")
+    assert with_grace.options == OPTIONS
+    assert without.gap == with_grace.gap > 0
+
+
+def test_a_run_is_full_after_its_time() -> None:
+    assert not full(Run("a run", sent=round(RATE * DURATION) - 1))
+    assert full(Run("a run", sent=round(RATE * DURATION)))
 
 
 # --- what is measured -------------------------------------------------------------------------
@@ -78,9 +93,9 @@ def test_the_longest_gap_may_be_at_the_begin_or_at_the_end() -> None:
 
 
 def test_a_list_is_empty_until_the_next_that_is_not() -> None:
-    run = Run("a run", began=100.0)
+    run = Run("a run")
     assert not run.list_is_empty(0.0)
-    run.syncs += [SyncRecord(102.0, (), EMPTY_LIST), SyncRecord(104.0, (), Answer())]
+    run.syncs += [Sync(2.0, empty=True), Sync(4.0, empty=False)]
     assert [run.list_is_empty(time) for time in (1.9, 2.0, 3.9, 4.0)] == [False, True, True, False]
     assert run.empty_lists == 1
 
@@ -109,31 +124,94 @@ def test_a_cell_shows_the_worst_of_its_requests() -> None:
 
 
 def test_empty_lists_are_marked_below_their_cells_and_not_ahead_of_time() -> None:
-    run = Run("one", began=100.0, sent=60)  # 3 s of 14
-    run.syncs += [SyncRecord(100.6, (), EMPTY_LIST), SyncRecord(101.3, (), Answer())]
-    run.syncs.append(SyncRecord(102.4, (), EMPTY_LIST))
+    run = Run("one", sent=60)  # 3 s of 14
+    run.syncs += [Sync(0.6, empty=True), Sync(1.3, empty=False), Sync(2.4, empty=True)]
     assert printed(timeline([run]))[2] == " " * 20 + "  ^^^    ^^^"
+
+
+# --- updates ----------------------------------------------------------------------------------
+
+
+def frame(time: float, active: list[int], *states: tuple[int, str]) -> Frame:
+    replicas: list[dict[str, Any]] = [
+        {"id": number, "version": version, "status": status}
+        for number, (version, status) in enumerate(states, 1)
+    ]
+    return Frame(time, {"version": active, "replicas": replicas})
+
+
+OLD, NEW, COMING, GOING = (1, "READY"), (2, "READY"), (2, "STARTING"), (1, "SHUTTING_DOWN")
+
+
+def a_step(*frames: Frame) -> Step:
+    return Step("A step", 2, 2, "Hi", "rolling", began=1.0, frames=list(frames))
+
+
+def test_an_update_is_done_when_nothing_but_the_new_is_there() -> None:
+    assert not a_step().done
+    assert not a_step(frame(1.0, [1], OLD, OLD)).done
+    assert not a_step(frame(1.0, [2], GOING, NEW, NEW)).done
+    assert not a_step(frame(1.0, [2], NEW, COMING)).done
+    assert a_step(frame(1.0, [2], NEW, NEW)).done
+
+
+def test_shown_are_the_middle_of_an_update_and_its_end() -> None:
+    begun = frame(1.0, [1], OLD, OLD, COMING, COMING)
+    mixed = frame(2.0, [1, 2], OLD, OLD, NEW, COMING)
+    later = frame(3.0, [1, 2], GOING, OLD, NEW, NEW)
+    done = frame(4.0, [2], NEW, NEW)
+    assert a_step(begun, mixed, later, done).shown == [mixed, done]
+    assert a_step(begun, done).shown == [done]
+
+
+def test_a_frame_is_new_when_versions_or_replicas_changed() -> None:
+    assert frame(1.0, [1], OLD).state == frame(2.0, [1], OLD).state
+    assert frame(1.0, [1], OLD).state != frame(1.0, [1, 2], OLD).state
+    assert frame(1.0, [1], OLD).state != frame(1.0, [1], GOING).state
+
+
+def test_the_row_of_versions() -> None:
+    run = Run("one", sent=40)  # 2 s
+    step = a_step(
+        frame(1.0, [1], OLD), frame(1.3, [1, 2], OLD, NEW), frame(1.6, [], COMING), frame(1.8, [2])
+    )
+    assert printed(timeline([run], [step]))[2] == f"{'versions':<20}1111|+ 2"
+
+
+def test_a_longer_run_has_longer_cells() -> None:
+    run = Run("one", sent=RATE * 20, results=[Result(19.9, 20.0, Outcome.ANSWERED)])
+    ticks, cells, _ = printed(timeline([run], steps()))
+    assert ticks.split() == ["seconds", *(str(4 * number) for number in range(7))]
+    assert cells == f"{'one':<20}{'=':>40}"
 
 
 # --- the judgement ----------------------------------------------------------------------------
 
 GOOD = (Outcome.ANSWERED, Outcome.ANSWERED)
 BAD = (Outcome.ANSWERED, Outcome.REFUSED)
+DONE = [a_step(frame(1.0, [2], NEW, NEW))]
 
 
 def test_a_fault_without_and_none_with_a_grace_period_is_what_was_to_be_shown() -> None:
-    assert fault([played(*BAD), played(*GOOD)]) is None
-    assert fault([played(*BAD), played(*GOOD, Outcome.ANSWERED_LATE)]) is None
+    assert fault([played(*BAD), played(*GOOD)], played(*GOOD), DONE) is None
+    late = played(*GOOD, Outcome.ANSWERED_LATE)
+    assert fault([played(*BAD), late], late, DONE) is None
 
 
-def test_a_request_lost_with_a_grace_period_is_a_fault() -> None:
+def test_a_request_lost_with_a_grace_period_or_in_an_update_is_a_fault() -> None:
     for lost in (Outcome.REFUSED, Outcome.FAILED, Outcome.HUNG):
-        found = fault([played(*BAD), played(*GOOD, lost, name="with")])
-        assert found == "with: 1 of 3 requests were not answered 200"
+        bad = played(*GOOD, lost, name="this")
+        message = "this: 1 of 3 requests were not answered 200"
+        assert fault([played(*BAD), bad], played(*GOOD), DONE) == message
+        assert fault([played(*BAD), played(*GOOD)], bad, DONE) == message
 
 
 def test_a_run_in_which_nothing_happened_is_a_fault() -> None:
-    found = fault([played(*GOOD, name="without"), played(*GOOD)])
+    updated = played(*GOOD)
+    found = fault([played(*GOOD, name="without"), played(*GOOD)], updated, DONE)
     assert found == "without: no request was answered 503, so there was nothing to cure"
-    found = fault([played(*BAD), played(*GOOD, name="with", empty_lists=2)])
-    assert found == "with: 2 ready lists were empty, not 3"
+    few = played(*GOOD, name="with", empty_lists=2)
+    assert fault([played(*BAD), few], updated, DONE) == "with: 2 ready lists were empty, not 3"
+    halfway = [a_step(frame(1.0, [1, 2], OLD, NEW))]
+    found = fault([played(*BAD), played(*GOOD)], updated, halfway)
+    assert found == "A step: it did not end"
