@@ -125,6 +125,15 @@ def _state_dir(function: Callable[..., int]) -> Callable[..., int]:
 
 
 @commands.command()
+def example() -> int:
+    """Print the task file of a small service, to begin with."""
+    from controller_client import embedded
+
+    click.echo((Path(embedded.__file__).parent / "examples/http_server.yaml").read_text(), nl=False)
+    return 0
+
+
+@commands.command()
 @click.argument("file", type=click.Path(path_type=Path), metavar="SERVICE.YAML")
 @click.option("--name", metavar="NAME", help="Name of the service.  [that in the file, or service]")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the endpoint.  [a free one]")
@@ -175,9 +184,16 @@ def update(name: str, file: Path, mode: str, state: Path) -> int:
 @click.argument("name", required=False)
 @click.option("--watch", is_flag=True, help="Go on showing it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--balancer", metavar="URL", help="Show the balancer with this admin port instead.")
 @_state_dir
-def status(name: str | None, watch: bool, as_json: bool, state: Path) -> int:
-    """Show the services of this machine and their replicas."""
+def status(name: str | None, watch: bool, as_json: bool, balancer: str | None, state: Path) -> int:
+    """Show the services of this machine and their replicas, or one balancer anywhere."""
+    if balancer is not None:
+        if name is not None:
+            raise click.UsageError("a NAME and --balancer do not go together.")
+        from lb.terminal import show
+
+        return show(balancer, watch=watch, as_json=as_json)
     from controller_client.embedded import commands as embedded
 
     embedded.status(name, state, watch=watch, as_json=as_json)
@@ -246,7 +262,7 @@ def main() -> int:
     except click.ClickException as error:
         click.echo(f"{PROGRAM}: {error.format_message()}", err=True)
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except click.Abort:
         return INTERRUPTED
     else:
         return code

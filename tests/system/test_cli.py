@@ -149,7 +149,7 @@ def test_all_faults_are_named_together() -> None:
     [
         ((), ["Missing command.", "Try 'skyserve-lb --help'."]),
         (("srve",), ["'srve': no such command, did you mean serve?", "'skyserve-lb --help'"]),
-        (("xyzzy",), ["'xyzzy': no such command, there are serve, up, update,"]),
+        (("xyzzy",), ["'xyzzy': no such command, there are serve, example, up,"]),
         (("--verison",), ["--verison", "Did you mean", "--version", "'skyserve-lb --help'"]),
         (("serve", "--policy"), ["'--policy' requires an argument."]),
         (("serve", "--upstream-insecure=1"), ["'--upstream-insecure' does not take a value."]),
@@ -229,7 +229,7 @@ def test_help_imports_nothing_slow(args: tuple[str, ...]) -> None:
 def test_the_commands_are_listed() -> None:
     result = run("--help")
     assert result.returncode == 0
-    names = ("serve", "up", "update", "status", "logs", "down", "demo", "doctor")
+    names = ("serve", "example", "up", "update", "status", "logs", "down", "demo", "doctor")
     assert [name for name in names if f"\n  {name} " not in result.stdout] == []
 
 
