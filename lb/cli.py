@@ -151,9 +151,9 @@ def up(file: Path, name: str | None, port: int | None, gap: float, state: Path) 
 
     The load balancer takes its options from SKYSERVE_LB_... in the environment, but for the address.
     """
-    from controller_client.embedded import commands as embedded
+    from lb import services
 
-    click.echo(embedded.up(file, state, name=name, port=port or 0, gap=gap))
+    click.echo(services.up(file, state, name=name, port=port or 0, gap=gap))
     return 0
 
 
@@ -172,10 +172,10 @@ def update(name: str, file: Path, mode: str, state: Path) -> int:
 
     A change of nothing but its `service:` section takes the running replicas over.
     """
-    from controller_client.embedded import commands as embedded
     from controller_client.embedded.versions import Mode
+    from lb import services
 
-    version = embedded.update(name, file, state, Mode(mode))
+    version = services.update(name, file, state, Mode(mode))
     click.echo(f"{name} goes to version {version}; watch it: skyserve-lb status {name} --watch")
     return 0
 
@@ -194,9 +194,9 @@ def status(name: str | None, watch: bool, as_json: bool, balancer: str | None, s
         from lb.terminal import show
 
         return show(balancer, watch=watch, as_json=as_json)
-    from controller_client.embedded import commands as embedded
+    from lb import services
 
-    embedded.status(name, state, watch=watch, as_json=as_json)
+    services.status(name, state, watch=watch, as_json=as_json)
     return 0
 
 
@@ -207,9 +207,9 @@ def status(name: str | None, watch: bool, as_json: bool, balancer: str | None, s
 @_state_dir
 def logs(name: str, which: str, follow: bool, state: Path) -> int:
     """Print the log of a replica, of the controller or of the load balancer."""
-    from controller_client.embedded import commands as embedded
+    from lb import services
 
-    embedded.logs(name, which, state, follow=follow)
+    services.logs(name, which, state, follow=follow)
     return 0
 
 
@@ -218,9 +218,9 @@ def logs(name: str, which: str, follow: bool, state: Path) -> int:
 @_state_dir
 def down(name: str, state: Path) -> int:
     """End a service, its replicas and all else of it."""
-    from controller_client.embedded import commands as embedded
+    from lb import services
 
-    embedded.down(name, state)
+    services.down(name, state)
     return 0
 
 

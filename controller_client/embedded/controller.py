@@ -20,6 +20,7 @@ from aiohttp import web
 
 from controller_client.embedded import processes
 from controller_client.embedded.places import (
+    HOST,
     KILL_SECONDS,
     ROOT,
     Places,
@@ -81,27 +82,28 @@ class Controller:
         log.info("process %d takes over", os.getpid())
         if self._leash:
             asyncio.get_running_loop().add_reader(0, self._leash_moved)
-        runner = web.AppRunner(
-            self._app(), access_log=None, handle_signals=False, shutdown_timeout=1
-        )
+        runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=1)
         await runner.setup()
         await web.SockSite(runner, self._listener).start()
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True)
-        ) as self._http:
-            while not (service := self._current()).ending:
-                try:
-                    self._tick(service)
-                except Exception:
-                    log.exception("the next round may go better")
-                await anyio.sleep(TICK_SECONDS)
-            for work in self._work.values():
-                work.cancel()
-            if self._standby:
-                self._standby.kill()
-                self._standby.wait()
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as self._http:
+            await self._work_until_ending()
         await runner.cleanup()
         take_down(self._store, self._places, self._current())
+        self._store.close()  # before the lock is free: then nothing of ours touches the folder
+
+    async def _work_until_ending(self) -> None:
+        while not (service := self._current()).ending:
+            try:
+                self._tick(service)
+            except Exception:
+                log.exception("the next round may go better")
+            await anyio.sleep(TICK_SECONDS)
+        for work in self._work.values():
+            work.cancel()
+        if self._standby:
+            self._standby.kill()
+            self._standby.wait()
 
     def _current(self) -> Service:
         service = self._store.get(self._name)
@@ -120,14 +122,8 @@ class Controller:
         processes.reap()
         now = time.time()
         if self._standby is None or self._standby.poll() is not None:
-            fd = self._listener.fileno()
-            self._standby = start(
-                self._places.state,
-                self._name,
-                self._born,
-                socket_fd=fd,
-                leash=0 if self._leash else None,
-            )
+            leash = 0 if self._leash else None  # its stdin
+            self._standby = start(self._places, self._born, self._listener, leash)
         if not self._places.balancer(service).alive and now >= self._balancer_due:
             self._balancer_due = now + 1
             self._start_balancer(service)
@@ -137,23 +133,22 @@ class Controller:
 
     def _start_balancer(self, service: Service) -> None:
         task = Task(service.tasks[service.latest]).config["service"]
-        options = ["--service-name", self._name, "--host", "127.0.0.1", "--port", str(service.port)]
-        options += ["--admin-host", "127.0.0.1", "--admin-port", str(service.admin_port)]
-        options += ["--controller-url", f"http://127.0.0.1:{service.controller_port}"]
-        options += [
-            "--log-format",
-            "json",
-            "--policy",
-            task.get("load_balancing_policy", "least_load"),
-        ]
-        for key, path in task.get("tls", {}).items():
-            options += [f"--tls-{key}", path]
-        if "instance_aware_least_load" in options:
-            options += [
-                "--target-qps",
-                json.dumps(task["replica_policy"]["target_qps_per_replica"]),
-            ]
-        command = [sys.executable, "-m", "lb", "serve", *options, *service.options]
+        options = {
+            "service-name": self._name,
+            "log-format": "json",
+            "host": HOST,
+            "port": service.port,
+            "admin-host": HOST,
+            "admin-port": service.admin_port,
+            "controller-url": f"http://{HOST}:{service.controller_port}",
+            "policy": task.get("load_balancing_policy", "least_load"),
+            **{f"tls-{key}": path for key, path in task.get("tls", {}).items()},
+        }
+        if options["policy"] == "instance_aware_least_load":
+            rates = task["replica_policy"]["target_qps_per_replica"]
+            options["target-qps"] = json.dumps(rates)
+        words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
+        command = [sys.executable, "-m", "lb", "serve", *words, *service.options]
         mark, output = self._places.balancer(service).mark, self._places.balancer_log
         env = {**BALANCER, **os.environ}
         with (
@@ -166,10 +161,7 @@ class Controller:
     def _look_after(self, service: Service, replica: Replica, now: float) -> None:
         process = self._places.process(replica)
         probe = Task(service.tasks[replica.version]).probe
-        slow = (
-            replica.first_ready_at is None
-            and now - replica.launched_at > probe["initial_delay_seconds"]
-        )
+        ready_by = replica.launched_at + probe["initial_delay_seconds"]
         if replica.status is Status.SHUTTING_DOWN:
             self._do("end", replica.id, self._end, replica)
         elif not replica.stays:
@@ -177,7 +169,7 @@ class Controller:
         elif not process.alive:
             process.end()
             self._lost(replica, Status.FAILED, self._end_of(replica))
-        elif slow:
+        elif replica.first_ready_at is None and now > ready_by:
             process.end()
             self._lost(replica, Status.FAILED_INITIAL_DELAY, "was not ready in time")
         elif replica.status is Status.NOT_READY and now - replica.changed_at > NOT_READY_SECONDS:
@@ -202,8 +194,8 @@ class Controller:
             with self._store.edit(self._name) as service:
                 service.change(replica.id, status, time.time())
             log.info("replica %d is %s", replica.id, status.value)
-        if status is Status.READY:
-            self._losses = 0
+            if status is Status.READY:
+                self._losses = 0
 
     def _end_of(self, replica: Replica) -> str:
         """The exit code that its shell wrote down, or that of SIGKILL."""
@@ -283,7 +275,7 @@ class Controller:
 
     async def _is_idle(self, replica: Replica) -> bool:
         """Whether the balancer has taken it off its list and waits for no answer of it."""
-        url = f"http://127.0.0.1:{self._current().admin_port}/replicas"
+        url = f"http://{HOST}:{self._current().admin_port}/replicas"
         try:
             async with self._http.get(url, timeout=aiohttp.ClientTimeout(total=5)) as answer:
                 rows = (await answer.json())["replicas"]
@@ -297,9 +289,8 @@ class Controller:
         limit = aiohttp.ClientTimeout(total=probe["timeout_seconds"])
         url, headers = replica.url + probe["path"], probe.get("headers", {})
         try:
-            async with self._http.request(
-                method, url, json=data, headers=headers, timeout=limit
-            ) as answer:
+            call = self._http.request(method, url, json=data, headers=headers, timeout=limit)
+            async with call as answer:
                 ready = answer.status == 200
         except NO_ANSWER:
             ready = False
@@ -320,7 +311,7 @@ class Controller:
 
     async def _sync(self, request: web.Request) -> web.Response:
         report = (await request.json()).get("request_aggregator", {})
-        self._scaler.arrivals += report.get("timestamps", [])
+        self._scaler.arrivals += map(float, report.get("timestamps", []))
         service = self._current()
         kinds = {version: Task(config).accelerator for version, config in service.tasks.items()}
         info = {each.url: {"gpu_type": kinds[each.version]} for each in service.listed}
@@ -338,18 +329,17 @@ class Controller:
     async def _terminate(self, request: web.Request) -> web.Response:
         wanted = await request.json()
         replica = self._current().replica(wanted["replica_id"])
-        assert replica, "there is no such replica"
-        if replica.status is Status.SHUTTING_DOWN or (
-            replica.status in FAILURES and not wanted["purge"]
-        ):
+        if replica is None:
+            raise LookupError("there is no such replica")
+        purged = replica.status in FAILURES and wanted["purge"]
+        if not replica.stays and not purged:
             message = f"Replica {replica.id} is {replica.status.value}. Skip terminating now."
             return web.json_response({"message": message}, status=409)
-        if replica.status in FAILURES:
+        if purged:
             self._forget(replica)
         self._change(replica, Status.SHUTTING_DOWN)
-        return web.json_response(
-            {"message": f"Replica {replica.id} is scheduled to be terminated."}
-        )
+        message = f"Replica {replica.id} is scheduled to be terminated."
+        return web.json_response({"message": message})
 
     async def _autoscaler_info(self, _: web.Request) -> web.Response:
         service = self._current()
@@ -365,6 +355,6 @@ async def _errors(
     """Answer a call that cannot be understood as SkyServe does, with 500."""
     try:
         return await handler(request)
-    except (AssertionError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         message = f"Failed method {request.method} at {request.path}: {error!r}"
         return web.json_response({"message": message}, status=500)

@@ -15,6 +15,7 @@ from controller_client.embedded.store import Store
 from controller_client.embedded.versions import Replica, Service
 
 ROOT = Path(__file__).parents[2]  # where `-m` finds this very package, wherever the user is
+HOST = "127.0.0.1"
 KILL_SECONDS = 30.0  # from SIGTERM to SIGKILL
 
 
@@ -52,21 +53,21 @@ class Places:
 
 def free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
         return port
 
 
 def start(
-    state: Path, name: str, born: float, *, socket_fd: int, leash: int | None = None
+    places: Places, born: float, listener: socket.socket, leash: int | None
 ) -> subprocess.Popen[bytes]:
     """Start a controller process. It ends the service when the other end of `leash` is closed."""
-    words = [str(state), name, repr(born), str(socket_fd), "leash" if leash is not None else ""]
-    with Places(state, name).controller_log.open("ab") as output:
+    words = [str(places.state), places.folder.name, repr(born), str(listener.fileno())]
+    with places.controller_log.open("ab") as output:
         return subprocess.Popen(  # noqa: S603 - this very program
-            [sys.executable, "-m", "controller_client.embedded", *words],
+            [sys.executable, "-m", __package__, *words, "" if leash is None else "leash"],
             cwd=ROOT,
-            pass_fds=[socket_fd],
+            pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL if leash is None else leash,
             stdout=output,
             stderr=subprocess.STDOUT,

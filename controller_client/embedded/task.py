@@ -151,7 +151,7 @@ def parse(
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise TaskError(f"{file}:{line}: cannot be read as YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         first = str(error).partition("\n")[0]
         raise TaskError(f"{file}: cannot be read as YAML: {first}") from None
     except _FaultError as fault:

@@ -244,7 +244,7 @@ class Scaler:
 
     def decide(self, policy: Mapping[str, Any], now: float) -> int:
         """The target now, by this `replica_policy`."""
-        self.arrivals = [each for each in self.arrivals if each > now - self.WINDOW_SECONDS]
+        self.arrivals = [each for each in self.arrivals if abs(now - each) < self.WINDOW_SECONDS]
         least, most = policy["min_replicas"], policy["max_replicas"]
         asked, each_takes = least, policy["target_qps_per_replica"]
         if each_takes:

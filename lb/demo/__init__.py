@@ -35,7 +35,10 @@ def demo() -> int:
     runs, updated, changes = plan(), Run("updates"), steps()
     picture.introduce(console, runs)
     try:
-        with picture.progress(console, [*runs, updated]), tempfile.TemporaryDirectory() as folder:
+        with (
+            picture.progress(console, [*runs, updated]),
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        ):
             ended_by = asyncio.run(_play_until_signalled(Path(folder), runs, updated, changes))
     except Exception as error:
         if cause := _demo_error(error):

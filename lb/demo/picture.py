@@ -16,7 +16,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from controller_client.embedded.tables import tables
 from lb.demo.run import (
     CLIENT_TIMEOUT,
     DURATION,
@@ -34,6 +33,7 @@ from lb.demo.run import (
     Step,
 )
 from lb.syncer import URGENT_INTERVAL_SECONDS
+from lb.tables import tables
 
 CELL_SECONDS = 0.25
 CELLS = round(DURATION / CELL_SECONDS)

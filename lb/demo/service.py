@@ -15,11 +15,12 @@ import anyio
 import click
 import yaml
 
-from controller_client.embedded import commands, controller
+from controller_client import embedded
 from controller_client.embedded.store import Store
 from controller_client.embedded.versions import Mode
+from lb import services
 
-EXAMPLE = Path(controller.__file__).with_name("examples") / "http_server.yaml"
+EXAMPLE = Path(embedded.__file__).with_name("examples") / "http_server.yaml"
 LOOK_SECONDS = 0.1
 START_SECONDS = 20.0
 
@@ -39,7 +40,7 @@ class Service:
 
     def row(self) -> dict[str, Any]:
         """What `status --json` prints."""
-        (row,) = commands.rows(self._store, self._state, self._name)
+        (row,) = services.rows(self._store, self._state, self._name)
         return row
 
     async def wait_for_replicas(self, count: int) -> None:
@@ -58,7 +59,7 @@ class Service:
     async def update(self, task: Path, mode: str) -> None:
         try:
             await anyio.to_thread.run_sync(
-                lambda: commands.update(self._name, task, self._state, Mode(mode))
+                lambda: services.update(self._name, task, self._state, Mode(mode))
             )
         except click.ClickException as error:
             raise DemoError(error.message) from None
@@ -106,7 +107,7 @@ async def running(
     reader, writer = os.pipe()
     try:
         url = await anyio.to_thread.run_sync(
-            lambda: commands.up(task, state, name=name, gap=gap, options=options, leash=reader)
+            lambda: services.up(task, state, name=name, gap=gap, options=options, leash=reader)
         )
         service = Service(state, name, url)
         try:
@@ -121,4 +122,4 @@ async def running(
         os.close(reader)
         os.close(writer)
         with anyio.CancelScope(shield=True), contextlib.suppress(click.ClickException):
-            await anyio.to_thread.run_sync(commands.down, name, state)
+            await anyio.to_thread.run_sync(services.down, name, state)

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from controller_client.embedded.commands import rows
 from controller_client.embedded.store import Store
+from lb.services import rows
 
 ROOT = Path(__file__).parents[2]
 REPLICA = Path(__file__).with_name("file_replica.py")
@@ -157,7 +157,11 @@ class Machine:
         return None
 
     def controllers(self) -> set[int]:
-        return {pid for pid, line in self.processes().items() if "-m controller_client.embedded " in line}
+        return {
+            pid
+            for pid, line in self.processes().items()
+            if "-m controller_client.embedded " in line
+        }
 
 
 @contextmanager

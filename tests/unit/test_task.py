@@ -197,6 +197,8 @@ def test_a_run_that_cannot_know_its_port_is_noted() -> None:
             "a: [",
             "s.yaml:1: cannot be read as YAML: expected the node content, but found '<stream end>'",
         ),
+        ("config: 2024-99-99", "s.yaml: cannot be read as YAML: month must be in 1..12"),
+        ("a: " + "[" * 1500, "s.yaml: cannot be read as YAML: maximum recursion depth exceeded"),
         ("run: x\n---\nrun: y", "s.yaml:2: cannot be read as YAML: but found another document"),
         (
             "run: \x00",

@@ -17,11 +17,12 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from controller_client.embedded import tables, task
+from controller_client.embedded import task
 from controller_client.embedded.places import Places, free_port, start, take_down
 from controller_client.embedded.store import Store
 from controller_client.embedded.task import Task
 from controller_client.embedded.versions import Mode, Service
+from lb import tables
 
 PATIENCE_SECONDS = 30.0
 LOOK_SECONDS = 0.1
@@ -68,8 +69,7 @@ def up(
             raise click.ClickException(f"there is a service {name} already: {way}") from None
         places.folder.mkdir(exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            fd = listener.fileno()
-            start(state, name, service.born, socket_fd=fd, leash=leash)
+            start(places, service.born, listener, leash)
         if fault := _fault_of_balancer(places):
             _down(store, places)
             raise click.ClickException(f"{name} is down again: {fault}")
