@@ -6,6 +6,7 @@ Nothing of a header's value, a query or a body is kept.
 from __future__ import annotations
 
 import random
+import re
 import time
 
 from lb.errors import Outcome, ProxyError, ResponseCut
@@ -16,6 +17,8 @@ from lb.request import Request
 from lb.server import ClientConnection
 from lb.settings import AccessLog
 
+# A target has no fragment, by the rules; where one comes all the same, it may be a secret.
+END_OF_PATH = re.compile(rb"[?#]")
 # What an access log shows for a client that left before the head (nginx's number).
 CLIENT_CLOSED_REQUEST = 499
 
@@ -98,7 +101,7 @@ class Exchange:
                 request_id=self.request_id.decode(),
                 client=self.client.address,
                 method=self.request.method,
-                path=self.request.target.partition(b"?")[0].decode("utf-8", "backslashreplace"),
+                path=END_OF_PATH.split(self.request.target, 1)[0].decode("utf-8", "backslashreplace"),
                 status=self.status,
                 outcome=self.outcome,
                 reason=self.reason,

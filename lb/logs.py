@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TextIO, get_args
 
 import structlog
+from aiohttp.http_exceptions import HttpProcessingError
 
 from lb.events import RecentEvents
 from lb.settings import LogFormat, LogLevel
@@ -46,6 +47,17 @@ Event = Literal[
     "tls.reloaded",
 ]
 _OF_REQUESTS = frozenset(event for event in get_args(Event) if event.startswith("request."))
+
+
+class _Discreet(logging.Filter):
+    """Drops what aiohttp's server says of a malformed request, for it quotes what it could not read."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+# Of the admin port; its client has the answer 400.
+logging.getLogger("aiohttp.server").addFilter(_Discreet())
 
 
 class Log:
