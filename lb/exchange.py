@@ -96,12 +96,13 @@ class Exchange:
             )
         )
         if access_log == "all" or (access_log == "errors" and self.outcome != "ok"):
+            path = END_OF_PATH.split(self.request.target, 1)[0]
             log.info(
                 "request.finished",
                 request_id=self.request_id.decode(),
                 client=self.client.address,
                 method=self.request.method,
-                path=END_OF_PATH.split(self.request.target, 1)[0].decode("utf-8", "backslashreplace"),
+                path=path.decode("utf-8", "backslashreplace"),
                 status=self.status,
                 outcome=self.outcome,
                 reason=self.reason,

@@ -301,13 +301,13 @@ def test_a_rule_fires_with_its_labels(prometheus: Prometheus) -> None:
 
 
 def test_the_text_of_each_alert_is_filled_in(prometheus: Prometheus) -> None:
-    def shown() -> dict[str, dict[str, str]] | None:
+    def shown() -> dict[str, dict[str, str]]:
         found = {
             each["labels"]["alertname"].removeprefix("Shown"): each["annotations"]
             for each in prometheus.get("alerts")["alerts"]
             if each["labels"]["alertname"].startswith("Shown")
         }
-        return found if len(found) == len(ALERTS) else None
+        return found if len(found) == len(ALERTS) else {}
 
     for name, notes in wait_for(shown, "all alerts are shown").items():
         text = " ".join(notes.values())
