@@ -34,39 +34,41 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def the_controller_and_the_one_that_waits(machine: Machine) -> None:
-    with Load(halfway(machine)) as load:
+def controllers_and_load_balancer(machine: Machine) -> None:
+    url = halfway(machine)
+    with Load(url) as load:
+        working = kill_the_controller_that_works(machine)
         until(lambda: len(machine.controllers()) == 2)
-        before = machine.service()
-        kill(before["controller_pid"])
-        until(lambda: machine.service()["controller_pid"] != before["controller_pid"])
-        after = machine.service()
-        assert after["controller_pid"] in machine.controllers()
-        for known in ("balancer_pid", "controller", "endpoint", "version"):
-            assert after[known] == before[known]
-        kept = {each["id"]: each["pid"] for each in before["replicas"]}
-        assert {each["id"]: each["pid"] for each in after["replicas"]} == kept
-        machine.let(4)
-        until(lambda: len(machine.controllers()) == 2)
-        (waiting,) = machine.controllers() - {after["controller_pid"]}
+        (waiting,) = machine.controllers() - {working}
         kill(waiting)
         until(lambda: len(machine.controllers() - {waiting}) == 2)
-        machine.let(5)
-        assert machine.wait_for(DONE)["controller_pid"] == after["controller_pid"]
-        assert set(load.wait_for()) == {"200 two"}
+        machine.let(4)
+        machine.wait_for({2: (1, READY), 3: (2, READY), 4: (2, READY), 5: (2, COMING)})
     assert set(load.outcomes()) == {"200 one", "200 two"}
-
-
-def the_load_balancer(machine: Machine) -> None:
-    with Load(halfway(machine)) as load:
-        before = machine.service()["balancer_pid"]
-        kill(before)
-        until(lambda: machine.service()["balancer_pid"] != before)
-        assert set(until(lambda: served(load))) <= {"200 one", "200 two"}
-        machine.let(4, 5)
-        machine.wait_for(DONE)
+    with Load(url) as load:
+        balancer = machine.service()["balancer_pid"]
+        kill(balancer)
+        until(lambda: machine.service()["balancer_pid"] != balancer)
+        assert until(lambda: served(load)) <= {"200 one", "200 two"}
+        machine.let(5)
+        assert machine.wait_for(DONE)["controller_pid"] == working
         assert set(load.wait_for()) == {"200 two"}
-    assert len(machine.service()["replicas"]) == 3
+
+
+def kill_the_controller_that_works(machine: Machine) -> int:
+    """The process id of the one that takes over, with all that there was."""
+    until(lambda: len(machine.controllers()) == 2)
+    before = machine.service()
+    kill(before["controller_pid"])
+    until(lambda: machine.service()["controller_pid"] != before["controller_pid"])
+    after = machine.service()
+    working: int = after["controller_pid"]
+    assert working in machine.controllers()
+    for known in ("balancer_pid", "controller", "endpoint", "version"):
+        assert after[known] == before[known]
+    kept = {each["id"]: each["pid"] for each in before["replicas"]}
+    assert {each["id"]: each["pid"] for each in after["replicas"]} == kept
+    return working
 
 
 def served(load: Load) -> set[str] | None:
@@ -155,8 +157,7 @@ def commands_on_one_service_take_turns(machine: Machine) -> None:
 
 
 SCENARIOS = (
-    the_controller_and_the_one_that_waits,
-    the_load_balancer,
+    controllers_and_load_balancer,
     replicas_old_and_new,
     the_controller_while_it_takes_the_service_down,
     both_controllers_so_that_down_does_it_alone,
