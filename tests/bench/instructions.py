@@ -243,6 +243,12 @@ def conditions() -> dict[str, str]:
     return {"python": build(), **versions}
 
 
+def hold(measured: dict[str, int], here: dict[str, str]) -> None:
+    text = json.dumps({"conditions": here, "instructions": measured}, indent=2)
+    FIGURES.write_text(text + "\n")
+    click.echo(text)
+
+
 def compare(measured: dict[str, int], committed: dict[str, int]) -> list[str]:
     """What became dearer by more than the tolerance."""
     dearer = []
@@ -261,28 +267,24 @@ def compare(measured: dict[str, int], committed: dict[str, int]) -> list[str]:
 def main(update: bool) -> None:
     if shutil.which("valgrind") is None:
         raise click.ClickException("valgrind is missing: install it")
-    here, committed = conditions(), json.loads(FIGURES.read_text())
-    if not update and here["python"] != committed["conditions"]["python"]:
+    here = conditions()
+    if update:
+        hold(measure(), here)
+        return
+    committed = json.loads(FIGURES.read_text())
+    then = committed["conditions"]
+    if here["python"] != then["python"]:
         click.echo(
-            f"skipped: the figures are those of Python {committed['conditions']['python']}, "
-            f"and this is {here['python']}; another build takes up to 60 % more"
+            f"skipped: the figures are those of Python {then['python']}, this is {here['python']}"
         )
         return
-    measured = measure()
-    if update:
-        text = json.dumps({"conditions": here, "instructions": measured}, indent=2)
-        FIGURES.write_text(text + "\n")
-        click.echo(text)
-        return
-    if dearer := compare(measured, committed["instructions"]):
+    if dearer := compare(measure(), committed["instructions"]):
         changed = [
-            f"{k} {committed['conditions'][k]} -> {v}"
-            for k, v in here.items()
-            if v != committed["conditions"][k]
+            f"{name} {then[name]} -> {here[name]}" for name in here if here[name] != then[name]
         ]
         raise click.ClickException(
             f"{', '.join(dearer)}: more than {TOLERANCE:.0%} dearer"
-            + (f" (since then: {', '.join(changed)})" if changed else "")
+            + (f" (changed since: {', '.join(changed)})" if changed else "")
             + "; find out why, or accept it with --update"
         )
 
