@@ -212,19 +212,23 @@ def all_of(address: tuple[str, int], data: bytes) -> bytes:
             return b""
 
 
-FORMATS = ["json", "console"]
+Start = Callable[..., Process]
 
 
-@pytest.fixture(params=FORMATS)
-def logged(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    """Start a balancer that logs all it can, in this format."""
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a balancer that logs all it can."""
     with ExitStack() as stack:
 
-        def start(controller_url: str, *options: str) -> Process:
-            words = ("--log-format", request.param, "--log-level", "debug", "--access-log", "all")
+        def start(controller_url: str, log_format: str, *options: str) -> Process:
+            words = ("--log-format", log_format, "--log-level", "debug", "--access-log", "all")
             return stack.enter_context(Process(tmp_path, controller_url, *words, *options))
 
         yield start
+
+
+# The levels only leave lines out, so that the lowest shows all that can be seen.
+every_format = pytest.mark.parametrize("log_format", ["json", "console"])
 
 
 PATHS = ("/", "/status", "/metrics", "/replicas", "/readyz", "/livez")
@@ -242,7 +246,8 @@ def assert_silent(process: Process, admin: tuple[str, int] | None = None) -> Non
         assert SECRET.encode() not in (page.head + page.body).lower(), path
 
 
-def test_what_passes_through_is_kept_to_oneself(logged: Callable[..., Process]) -> None:
+@every_format
+def test_what_passes_through_is_kept_to_oneself(log_format: str, start: Start) -> None:
     """Every request ends in some way here; none of those ways tells."""
     limits = {
         "--total-timeout": "500ms",
@@ -252,7 +257,7 @@ def test_what_passes_through_is_kept_to_oneself(logged: Callable[..., Process]) 
     }
     words = [word for pair in limits.items() for word in pair]
     with ScriptedReplica("a") as a, FakeController([a.url]) as controller:
-        process = logged(controller.url, *words)
+        process = start(controller.url, log_format, *words)
         data, admin = process.addresses()
         process.wait_for("replica.added")
         for name, (sent, behaviour, ours) in CASES.items():
@@ -308,27 +313,18 @@ def talk_over_a_tunnel(data: tuple[str, int], a: ScriptedReplica) -> None:
         client.read_until(b"\r\n\r\n")
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-def test_what_a_controller_says_is_kept_to_oneself(format_: str, tmp_path: Path) -> None:
+@every_format
+def test_what_a_controller_says_is_kept_to_oneself(log_format: str, start: Start) -> None:
     with ScriptedReplica("controller") as controller:
         controller.behave(*SYNCS.values())
         controller.behave_always(answer(b'{"replica_info": {}}'))
-        words = (
-            "--log-format",
-            format_,
-            "--access-log",
-            "all",
-            "--sync-interval",
-            "20ms",
-            "--no-replica-wait",
-            "0",
-        )
-        with Process(tmp_path, controller.url, "--log-level", "debug", *words) as process:
-            data, admin = process.addresses()
-            controller.wait_for(lambda: len(controller.requests) > len(SYNCS))
-            process.wait_for(r"sync\.failed")
-            assert SECRET.encode() not in all_of(data, POST)
-            assert_silent(process, admin)
+        often = ("--sync-interval", "20ms", "--no-replica-wait", "0")
+        process = start(controller.url, log_format, *often)
+        data, admin = process.addresses()
+        controller.wait_for(lambda: len(controller.requests) > len(SYNCS))
+        process.wait_for(r"sync\.failed")
+        assert SECRET.encode() not in all_of(data, POST)
+        assert_silent(process, admin)
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -357,7 +353,7 @@ def test_files_that_cannot_be_used_are_not_quoted(make_pair: MakePair, tmp_path:
 
 
 def test_files_that_are_replaced_by_junk_are_not_quoted(
-    logged: Callable[..., Process], make_pair: MakePair, tmp_path: Path
+    start: Start, make_pair: MakePair, tmp_path: Path
 ) -> None:
     pair, token = make_pair(), tmp_path / "token"
     token.write_text(LONG)
@@ -367,7 +363,8 @@ def test_files_that_are_replaced_by_junk_are_not_quoted(
         "--tls-certfile": str(pair.certificate),
         "--admin-token-file": str(token),
     }
-    process = logged("http://127.0.0.1:1", *(word for pair in options.items() for word in pair))
+    words = [word for pair in options.items() for word in pair]
+    process = start("http://127.0.0.1:1", "console", *words)
     _, admin = process.addresses()
     pair.key.write_text(JUNK)
     process.wait_for(r"tls\.reload_failed")
@@ -383,13 +380,11 @@ def test_files_that_are_replaced_by_junk_are_not_quoted(
 # --- the admin port -----------------------------------------------------------------------------
 
 
-def test_what_the_admin_port_is_sent_is_kept_to_oneself(
-    logged: Callable[..., Process], tmp_path: Path
-) -> None:
+def test_what_the_admin_port_is_sent_is_kept_to_oneself(start: Start, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("the-real-one")
     token.chmod(0o600)
-    process = logged("http://127.0.0.1:1", "--admin-token-file", str(token))
+    process = start("http://127.0.0.1:1", "json", "--admin-token-file", str(token))
     _, admin = process.addresses()
     for path in (*PATHS, "/nowhere", "/drain"):
         for method in ("GET", "POST", "HEAD", "DELETE"):
