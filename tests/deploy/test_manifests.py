@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 from kubernetes_validate.utils import all_versions
 
 from lb import __version__
@@ -327,3 +329,30 @@ def test_an_update_never_takes_a_balancer_before_its_successor_is_ready(
     strategy = the(example, "Deployment")["spec"]["strategy"]["rollingUpdate"]
     assert (strategy["maxUnavailable"], strategy["maxSurge"]) == (0, 1)
     assert the(example, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+
+
+# --- what else names them ----------------------------------------------------------------------
+
+
+@parametrize("name", ["pod-monitor", "vm-pod-scrape", "service-monitor"])
+def test_the_monitoring_finds_them(name: str, example: list[Manifest]) -> None:
+    monitor = yaml.safe_load((DEPLOY / "prometheus" / f"{name}.yaml").read_text())["spec"]
+    container = balancer_of(pod_of(example)["spec"])
+    endpoints = monitor.get("endpoints") or monitor["podMetricsEndpoints"]
+    for endpoint in endpoints:
+        assert endpoint.get("port", endpoint.get("targetPort")) in ports_of(container)
+        rules = endpoint.get("relabelings") or endpoint["relabelConfigs"]
+        (kept,) = (rule["regex"] for rule in rules if rule.get("action") == "keep")
+        assert kept == container["name"]
+    if monitor["selector"]:
+        found = the(example, "Service") if name == "service-monitor" else pod_of(example)
+        assert matches(monitor["selector"], found["metadata"]["labels"])
+
+
+def test_readme_speaks_of_what_there_is(example: list[Manifest]) -> None:
+    readme = (DEPLOY.parent / "README.md").read_text()
+    named = set(re.findall(r"deployment/(\S+)", readme))
+    assert named == {the(example, "Deployment")["metadata"]["name"]}
+    assert f"`{the(example, 'Service')['metadata']['name']}`, port 80" in readme
+    for component in COMPONENTS:
+        assert f"| `{component}` |" in (DEPLOY / "README.md").read_text()
