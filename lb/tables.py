@@ -13,7 +13,8 @@ UNITS = (("day", "d", 86400), ("hr", "h", 3600), ("min", "m", 60), ("sec", "s", 
 
 def row(service: Service, now: float, *, controlled: bool) -> dict[str, Any]:
     """A service as JSON has it; `controlled`: its controller runs."""
-    status = service.status if service.ending or controlled else "CONTROLLER_FAILED"
+    lost = "CONTROLLER_FAILED" if service.controller_pid else "CONTROLLER_INIT"
+    status = service.status if service.ending or controlled else lost
     secure = "tls" in service.tasks[service.latest]["service"]
     return {
         "name": service.name,

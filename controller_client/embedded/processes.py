@@ -1,10 +1,11 @@
 """Processes that outlive whoever started them, found again by what cannot be mistaken for them.
 
 A process is known by its id and the time it started, so that an id given to another since is never
-signalled. Each leads a session of its own, which is ended whole.
+signalled. Each leads a session of its own, which is ended whole, with what has left it.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -38,15 +39,16 @@ class Process:
 
     @property
     def members(self) -> list[int]:
-        """The ids of all that runs in the session, its leader or not."""
+        """The ids of all that runs in the session, and of what has left it and bears the mark."""
+        numbers = [int(each.name) for each in PROC.glob("[0-9]*")]
+        stats = {pid: stat for pid in numbers if (stat := _stat(pid)) and stat.state not in "ZX"}
+        found = {pid for pid in stats if self.mark.encode() in _environment(pid)}
+        session = {pid for pid, stat in stats.items() if stat.session == self.pid}
         leader = _stat(self.pid)
-        if not self.pid or (leader and leader.started != self.started):
-            return []  # the number was given away, which it is only when the session is gone
-        pids = [int(each.name) for each in PROC.glob("[0-9]*")]
-        found = [pid for pid in pids if (stat := _stat(pid)) and stat.is_in(self.pid)]
-        if leader or any(self.mark.encode() in _environment(pid) for pid in found):
-            return found
-        return []
+        # The number is given away only when the session is gone: with one of ours in it, all are.
+        if session & found or (leader and leader.started == self.started):
+            found |= session
+        return sorted(found)
 
     def signal(self, number: int) -> bool:
         """Send all that runs in the session a signal; false if there is nothing."""
@@ -69,9 +71,6 @@ class _Stat:
     session: int
     started: str
 
-    def is_in(self, session: int) -> bool:
-        return self.session == session and self.state not in "ZX"
-
 
 def _stat(pid: int) -> _Stat | None:
     try:
@@ -80,7 +79,12 @@ def _stat(pid: int) -> _Stat | None:
     except OSError:
         return None
     # Ticks since the machine started, which say nothing about another start of it.
-    return _Stat(words[0], int(words[3]), f"{words[19]}@{BOOT.read_text().strip()}")
+    return _Stat(words[0], int(words[3]), f"{words[19]}@{_boot()}")
+
+
+@functools.cache
+def _boot() -> str:
+    return BOOT.read_text().strip()
 
 
 def _environment(pid: int) -> list[bytes]:

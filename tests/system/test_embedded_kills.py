@@ -208,7 +208,7 @@ def test_what_is_not_written_down_never_begins(tmp_path: Path) -> None:
 def test_a_process_id_that_was_given_away_is_left_alone(tmp_path: Path) -> None:
     process = begin(tmp_path, "read never <&2; sleep 60")
     assert process.alive
-    other = Process(process.pid, "7@another-start", process.mark)
+    other = Process(process.pid, "7@another-start", f"{process.mark}/another")
     assert not other.alive
     assert other.members == []
     assert not other.signal(signal.SIGKILL)
@@ -228,3 +228,15 @@ def test_a_session_without_its_leader_is_ours_only_with_our_mark(tmp_path: Path)
     assert len(process.members) == 2
     process.end()
     assert process.members == []
+
+
+def test_what_has_left_its_session_is_ended_with_it(tmp_path: Path) -> None:
+    process = begin(tmp_path, "setsid sleep 60 & setsid sleep 61 & wait")
+    until(lambda: len(process.members) == 3)
+    (gone, *others) = [pid for pid in process.members if pid != process.pid]
+    kill(gone)
+    until(lambda: process.members == sorted([process.pid, *others]))
+    process.end()
+    assert process.members == []
+    os.waitpid(process.pid, 0)
+    until(lambda: not any(map(alive, others)))  # their new parent takes note
