@@ -13,12 +13,13 @@ import sys
 import time
 from collections.abc import Coroutine
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
 import uvloop
 
 from controller_client.client import ControllerClient
-from lb.access import Token, why
+from lb.access import Token, is_loopback, why
 from lb.admin import Admin
 from lb.arrivals import Arrivals
 from lb.certificates import ServerCertificate, describe, describe_ca, replica_context
@@ -345,14 +346,25 @@ def _fill_standard_descriptors() -> None:
     os.close(descriptor)
 
 
-def run(settings: Settings, mode: str = "standalone") -> int:
+def mode_of(controller_url: str) -> str:
+    """How a balancer runs that is not embedded: in the controller's pod or on its machine, or apart."""
+    host = urlsplit(controller_url).hostname or ""
+    try:
+        beside = is_loopback(host)
+    except ValueError:  # a name
+        beside = host == "localhost"
+    return "sidecar" if beside else "standalone"
+
+
+def run(settings: Settings, mode: str | None = None) -> int:
     """Run the load balancer until it is told to end; the exit code of the process.
 
-    `mode` is a label of the info metric: `embedded` is inside SkyPilot's controller.
+    `mode` is a label of the info metric: `embedded` is inside SkyPilot's controller; None: what the
+    controller's address tells.
     """
     _fill_standard_descriptors()
     try:
-        uvloop.run(_main(settings, mode))
+        uvloop.run(_main(settings, mode or mode_of(settings.controller_url)))
     except StartError as error:
         print(f"skyserve-lb: {error}", file=sys.stderr)  # noqa: T201 - the operator's terminal
         return error.exit_code

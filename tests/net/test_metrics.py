@@ -35,6 +35,7 @@ from controller_client.testing import (
     stall,
     stream,
 )
+from lb.app import mode_of
 from lb.errors import RejectReason
 from lb.metrics import FORGET_SECONDS
 from tests.net.conftest import StartBalancer
@@ -752,6 +753,20 @@ def test_info_says_what_runs(a: ScriptedReplica, start_quiet: StartQuiet) -> Non
         rf'service="chat",version="{re.escape(__version__)}"\}} 1\.0',
         info,
     )
+
+
+@pytest.mark.parametrize(
+    ("controller", "mode"),
+    [
+        ("http://127.0.0.1:20001", "sidecar"),
+        ("http://[::1]:20001", "sidecar"),
+        ("http://localhost:20001", "sidecar"),
+        ("http://10.0.0.1:20001", "standalone"),
+        ("https://controller.example/of/chat", "standalone"),
+    ],
+)
+def test_the_mode_is_read_off_the_controller_s_address(controller: str, mode: str) -> None:
+    assert mode_of(controller) == mode
 
 
 # --- the control plane --------------------------------------------------------------------------

@@ -343,6 +343,12 @@ def test_each_metric_that_is_asked_for_is_exported(
     assert asked <= known
 
 
+def test_a_balancer_beside_its_controller_says_so(
+    exported: dict[str, dict[str, set[str]]],
+) -> None:
+    assert exported["skyserve_lb_info"]["mode"] == {"sidecar"}
+
+
 def test_all_that_is_exported_is_shown_or_watched(exported: dict[str, dict[str, set[str]]]) -> None:
     asked = " ".join(all_queries())
     families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in exported}
