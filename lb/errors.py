@@ -22,6 +22,8 @@ UpstreamReason = Literal[
     "truncated",
 ]
 RetryReason = Literal["connect_error", "stale_connection", "reset_before_response"]
+# Nothing is refused for `queue_timeout` or `shutting_down`: no request queues for a connection, and who is
+# connected when we drain is served. They belong to the interface of dashboards all the same.
 RejectReason = Literal[
     "not_synced",
     "no_replicas",
