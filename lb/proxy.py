@@ -16,8 +16,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from aiohttp import StreamReader
-
 from lb.arrivals import Arrivals
 from lb.body import LAST_CHUNK, NO_UPLOAD, Upload, chunk_of
 from lb.deadlines import Deadlines
@@ -115,7 +113,6 @@ class Passage(Exchange):
     _failure: AttemptError | None = None  # of the last attempt
     _lease: Lease | None = None
     _connection: UpstreamConnection | None = None
-    _body: StreamReader | None = None  # of the answer
     _chunked = False  # is the answer to be?
     _ended = False  # is all of the answer written?
     _task: asyncio.Task[None] | None = None  # that connects, or looks after a tunnel
@@ -274,8 +271,8 @@ class Passage(Exchange):
     # --- from the commit point on ---------------------------------------------------------------
 
     @guarded
-    def answered(self, response: Response) -> None:
-        """The head of an answer is here; pass it on with what is here of the body."""
+    def answered(self, response: Response, data: bytes, ends: bool) -> None:
+        """The head of an answer is here; pass it on with what came of the body."""
         request, client = self.request, self.client
         if response.status == 101 and request.upgrade is None:
             self.lost(BadResponse("protocol", f"{self.replica}: it switched protocols unasked"))
@@ -294,11 +291,9 @@ class Passage(Exchange):
         if response.status == 101:
             self._join(response)
             return
-        unbounded = response.body is not None and (response.chunked or response.until_eof)
-        self._chunked = unbounded and not request.is_http10
-        request.keep_alive = (
-            request.keep_alive and not client.draining and self._chunked == unbounded
-        )
+        self._chunked = not (response.has_length or request.is_http10)
+        told = response.has_length or self._chunked
+        request.keep_alive = request.keep_alive and told and not client.draining
         head = response_head(
             response.status,
             response.reason,
@@ -311,27 +306,25 @@ class Passage(Exchange):
             upgrade=response.fields.first.get(b"upgrade") if response.status == 426 else None,
         )
         self.commit(response.status)
-        self._body = response.body
-        self._relay([head])
+        self._relay(head, data, ends)
 
     @guarded
-    def body_came(self) -> None:
+    def body_came(self, data: bytes, ends: bool) -> None:
         """There is more of the body, or its end."""
-        if not self._ended:
-            self._relay([])
+        self._relay(b"", data, ends)
 
-    def _relay(self, pieces: list[bytes]) -> None:
-        """Write these, and what is here of the body behind them."""
-        body = self._body
-        if body is not None and (data := body.read_nowait()):
-            self.bytes_out += len(data)
-            pieces.append(chunk_of(data) if self._chunked else data)
-        self._ended = body is None or body.at_eof()
-        if self._ended and self._chunked:
-            pieces.append(LAST_CHUNK)
-        if pieces:
-            self.client.write(b"".join(pieces))
-        if self._ended:
+    def _relay(self, head: bytes, data: bytes, ends: bool) -> None:
+        self.bytes_out += len(data)
+        if self._chunked:
+            if data:
+                head += chunk_of(data)
+            if ends:
+                head += LAST_CHUNK
+            self.client.write(head)
+        else:
+            self.client.write(head + data)
+        if ends:
+            self._ended = True
             self._relayed()
         elif self._proxy.silences is not None:
             self._proxy.silences.start(self, time.monotonic())

@@ -267,7 +267,7 @@ class ReplicaTable:
             return None
         self._leases += 1
         replica.last_lease = self._leases
-        lease = Lease(replica, self._ranking.fell)
+        lease = Lease(replica, self._eased)
         if replica.ejected and not replica.probing:
             replica.probe = lease
         return lease
@@ -294,6 +294,10 @@ class ReplicaTable:
         if preferred:
             return min(preferred, key=self._policy)
         return min(candidates, key=lambda r: (r.failed_at, r.last_lease), default=None)
+
+    def _eased(self, replica: Replica) -> None:
+        """A lease on it was released, maybe one of an earlier ranking."""
+        self._ranking.fell(replica)
 
     def _rank(self) -> None:
         """After a change of who may be chosen: rare, beside leases."""

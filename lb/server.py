@@ -67,7 +67,8 @@ class ClientConnection(Connection):
         super().__init__()
         self._server = server
         self._parser: Any = None
-        self._receive = self._in_head  # where we are in what the client sends
+        # Where we are in what the client sends.
+        self._receive: Callable[[bytes], bytes] = self._in_head
         self._requests: deque[Request] = deque()
         self._request: Request | None = None  # the one being served...
         self._handling: Handling | None = None  # ...and by whom
@@ -108,6 +109,7 @@ class ClientConnection(Connection):
         super().connection_lost(exc)
         if self._handling is not None:
             self._handling.client_left()
+        self._receive = _nothing  # or the connection would be kept alive by a method of its own
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -303,15 +305,16 @@ class ClientConnection(Connection):
             self._chunks = ChunkScanner()
             self._receive = self._in_chunks
         elif request.length is not None:
-            self._left = int(request.length)
+            # The end of the head may have come in two pieces, the second with the body's first bytes.
+            self._left = int(request.length) - body.total_bytes
             if self._left:
                 self._receive = self._in_body
         self._requests.append(request)
         if len(self._requests) >= MAX_AHEAD:
             self.pause_reading()
 
-    def join(self, other: Connection) -> None:
-        super().join(other)
+    def begin_tunnel(self, other: Connection) -> None:
+        super().begin_tunnel(other)
         self._receive = self._in_tunnel
 
     def _reject(self, fault: BadRequest) -> None:
@@ -382,6 +385,11 @@ class ClientConnection(Connection):
     def idle(self) -> bool:
         """Is there no request, not even a part of one?"""
         return not (self.unfinished or self._head_bytes)
+
+
+def _nothing(data: bytes) -> bytes:
+    """Nothing comes from a connection that is lost."""
+    return b""
 
 
 def _bad_request(error: HttpProcessingError, data: bytes) -> BadRequest:

@@ -95,9 +95,13 @@ class Connection(asyncio.Protocol):
 
     def join(self, other: Connection) -> None:
         """Make the two the ends of a tunnel."""
-        self.tunnel, other.tunnel = other, self
+        self.begin_tunnel(other)
+        other.begin_tunnel(self)
+
+    def begin_tunnel(self, other: Connection) -> None:
+        """From now on what comes in here is the other end's, as it is."""
+        self.tunnel = other
         self.flow_into(other)
-        other.flow_into(self)
 
     def tunnel_data(self, data: bytes) -> None:
         """Pass on what came in on an upgraded connection."""

@@ -12,7 +12,8 @@ import os
 import socket
 import ssl
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -43,24 +44,33 @@ MAX_INTERIM = 100
 
 @dataclass(slots=True)
 class Response:
-    """The head of a replica's answer, and its body as a stream (None where there is none)."""
+    """The head of a replica's answer, and how the end of its body is told, if it has one."""
 
     status: int
     reason: bytes
     fields: Fields
-    body: StreamReader | None
+    has_body: bool
     chunked: bool
-    until_eof: bool
+    length: bytes | None
+    may_keep: bool  # may the connection be kept?
+
+    @property
+    def has_length(self) -> bool:
+        """Can the client tell where it ends?"""
+        return not self.has_body or (self.length is not None and not self.chunked)
 
 
 class Taker(Protocol):
     """Who waits for an answer, and is told of it as it comes."""
 
-    def answered(self, response: Response) -> None:
-        """A head is here, of an interim (1xx) answer or of the answer proper."""
+    def answered(self, response: Response, data: bytes, ends: bool) -> None:
+        """A head, of an interim (1xx) answer or of the answer proper, with what came of its body.
 
-    def body_came(self) -> None:
-        """There is more of the body, or its end."""
+        `ends`: that is all of it.
+        """
+
+    def body_came(self, data: bytes, ends: bool) -> None:
+        """More of the body of the answer proper, or its end."""
 
     def lost(self, error: AttemptError | ResponseCut) -> None:
         """No more will come; `ResponseCut` if the head of the answer proper was told."""
@@ -74,18 +84,19 @@ class UpstreamConnection(Connection):
         self._pool = pool
         self.reused = False
         self.idle_since = 0.0
-        self.after_upgrade: bytes | None = None
+        self.after_upgrade = b""
         self._taker: Taker | None = None
+        # Where we are in what the replica sends.
+        self._receive: Callable[[bytes], None] = self._unasked
         self._parser: Any = None
+        self._stream: StreamReader  # of a chunked body
         self._method = "GET"
-        self._answers: deque[Response] = deque()  # that the taker was not told of yet
-        self._body: StreamReader | None = None
-        self._failure: AttemptError | None = None
+        self._left = 0  # of a body with a length
         self._answer_begun = False
         self._head_bytes = 0  # of the answer's head, so far
         self._interim = 0  # 1xx answers, so far
-        self._final = False  # is the head of the answer proper here...
-        self._told = False  # ...and was the taker told of it?
+        self._told = False  # of the head of the answer proper...
+        self._complete = False  # ...and of all of it
         self._keep = True
         self._aborted = False
 
@@ -96,19 +107,16 @@ class UpstreamConnection(Connection):
         self._taker = taker
         self._method = method
         self._parser = response_parser(self, method)
-        self._answer_begun = False
-        self._head_bytes = 0
-        self._interim = 0
-        self._final = False
-        self._told = False
+        self._receive = self._in_head
+        self._answer_begun = self._told = self._complete = False
+        self._head_bytes = self._interim = 0
 
     def end(self) -> None:
         """The exchange is over, its body read to the end: keep the connection for another, or close it."""
         self.end_flow()
         in_order = self._is_in_order()
-        self._taker = None
-        self._parser = None
-        self._body = None
+        self._taker = self._parser = None
+        self._receive = self._unasked
         if not in_order:
             self.abort()
         elif self._keep:
@@ -118,16 +126,17 @@ class UpstreamConnection(Connection):
 
     def _is_in_order(self) -> bool:
         """Is all of the request sent, and nothing here that would be taken for the next answer?"""
-        if self.transport is None or self.transport.get_write_buffer_size() or self._answers:
+        if self.transport is None or self.transport.get_write_buffer_size():
             return False
         try:
-            return self._parser.feed_eof() is None  # else the head of another answer has begun
+            return self._parser is None or self._parser.feed_eof() is None
         except HttpProcessingError:
             return False
 
     def give_up(self) -> None:
         """The exchange is over before its end: nobody waits for more of it."""
         self._taker = None
+        self._receive = self._unasked
         self.end_flow()
         self.abort()
 
@@ -139,103 +148,161 @@ class UpstreamConnection(Connection):
         self._aborted = True
         super().abort(reset=reset and self.tunnel is None)
 
-    # --- what the connection tells --------------------------------------------------------------
+    def begin_tunnel(self, other: Connection) -> None:
+        super().begin_tunnel(other)
+        self._receive = self.tunnel_data
+
+    # --- what comes in --------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self.tunnel is not None:
-            self.tunnel_data(data)
-        elif self.after_upgrade is not None:
-            self.after_upgrade += data
-        elif self._taker is None:
-            self.abort()  # nobody asked: an answer to nothing must not become the next one's answer
-        else:
-            self._feed(data)
-            self._tell(self._taker)
+        self._receive(data)
 
-    def _feed(self, data: bytes) -> None:
-        """Cut behind each head: in one piece with it, bytes that belong to no answer would spoil it."""
-        while data and self._failure is None:
-            if self._final and (self._body is None or self._body.is_eof()):
-                self._keep = False  # the answer was complete: these bytes belong to none
-                return
-            end = len(data)
-            if not self._final and (found := data.find(END_OF_HEAD)) >= 0:
-                end = found + len(END_OF_HEAD)
-            self._feed_piece(data[:end])
-            data = data[end:]
-            if self.after_upgrade is not None:
-                self.after_upgrade += data
-                return
+    def _unasked(self, data: bytes) -> None:
+        """An answer to nothing must not become the next one's answer."""
+        self.abort()
 
-    def _feed_piece(self, data: bytes) -> None:
+    def _behind(self, data: bytes) -> None:
+        """The answer was complete: these bytes belong to none."""
+        self._keep = False
+
+    def _in_head(self, data: bytes) -> None:
+        """Up to the end of a head: in one piece with it, bytes that belong to no answer would spoil it."""
         self._answer_begun = True
-        try:
-            messages, upgraded, rest = self._parser.feed_data(data)
-            for message, body in messages:
-                self._take(message, body)
-        except HttpProcessingError as error:
-            self._refuse(f"its answer is no valid HTTP ({fault_of(error)})")
-            return
-        if upgraded:
-            self.after_upgrade = rest
-        if not self._final:
-            self._head_bytes = 0 if messages else self._head_bytes + len(data)
-            self._interim += len(messages)
+        while data:
+            found = data.find(END_OF_HEAD)
+            end = len(data) if found < 0 else found + len(END_OF_HEAD)
+            try:
+                messages, _, tail = self._parser.feed_data(data[:end])
+                for message, stream in messages:
+                    response = self._response(message)
+                    if response.status >= 200 or response.status == 101:
+                        self._answer(response, stream, tail + data[end:])
+                        return
+                    self._pass_on(response)
+            except HttpProcessingError as error:
+                self._fail("protocol", f"its answer is no valid HTTP ({fault_of(error)})")
+                return
+            self._head_bytes = 0 if messages else self._head_bytes + end
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(f"the head of its answer is longer than {MAX_HEAD_BYTES} bytes")
-            elif self._interim > MAX_INTERIM:
-                self._refuse(f"it sent more than {MAX_INTERIM} interim answers")
+                what = f"the head of its answer is longer than {MAX_HEAD_BYTES} bytes"
+                self._fail("protocol", what)
+            data = data[end:] if self._taker is not None else b""
 
-    def _refuse(self, what: str) -> None:
-        """Take no more of this answer; a head that was not passed on yet will not be."""
-        if self._body is not None and not self._body.is_eof():
-            self._answers.clear()
-        self._fail("protocol", what)
-
-    def _take(self, message: RawResponseMessage, body: StreamReader) -> None:
+    def _response(self, message: RawResponseMessage) -> Response:
+        """Raises HttpProcessingError for what must not be passed on."""
         fields = Fields(message.raw_headers)
         check_answer(message, fields)
-        status = message.code
-        bodiless = has_no_body(self._method, status)
-        length = fields.first.get(b"content-length")
-        self._keep = self._keep and not message.should_close
-        if status >= 200:
-            self._final = True
-            self._body = None if bodiless else body
-            if bodiless and (message.chunked or length not in (None, b"0")):
-                # Some replicas do send it, and it would be read as the next answer.
-                self._keep = False
-        self._answers.append(
-            Response(
-                status=status,
-                reason=message.reason.encode("utf-8", "surrogateescape"),
-                fields=fields,
-                body=None if bodiless else body,
-                chunked=message.chunked,
-                until_eof=not (bodiless or message.chunked or length is not None),
-            )
+        has_body = not has_no_body(self._method, message.code)
+        return Response(
+            status=message.code,
+            reason=message.reason.encode("utf-8", "surrogateescape"),
+            fields=fields,
+            has_body=has_body,
+            chunked=message.chunked,
+            length=fields.first.get(b"content-length"),
+            may_keep=not message.should_close,
         )
 
-    def _tell(self, taker: Taker) -> None:
-        """Hand on what has come: heads with what is here of the body, or more of it, or the end of it all."""
-        if self._told:
-            taker.body_came()
-        while self._answers and self._taker is taker:
-            response = self._answers.popleft()
-            self._told = response.status >= 200
-            taker.answered(response)
-        if self._failure is not None and self._taker is taker:
-            failure = self._failure
-            taker.lost(ResponseCut(failure.reason, failure.detail) if self._told else failure)
+    def _pass_on(self, response: Response) -> None:
+        """An interim answer (1xx)."""
+        assert self._taker is not None
+        self._interim += 1
+        if self._interim > MAX_INTERIM:
+            self._fail("protocol", f"it sent more than {MAX_INTERIM} interim answers")
+        else:
+            self._taker.answered(response, b"", False)
+
+    def _answer(self, response: Response, stream: StreamReader, rest: bytes) -> None:
+        """The answer proper; `rest` is what came behind its head. The last that is done with them:
+        where that was all, the connection may carry the next request when this returns."""
+        data = b""
+        if response.status == 101:
+            self._receive, self.after_upgrade = self._in_upgrade, rest
+        elif not response.has_body:
+            # Some replicas send one all the same, and it would be read as the next answer.
+            announced = response.chunked or response.length not in (None, b"0")
+            self._keep = self._keep and response.may_keep and not announced
+            self._receive, self._complete = self._behind, True
+        else:
+            self._keep = self._keep and response.may_keep
+            data = self._begin_body(response, stream, rest)
+        if self._taker is not None:  # else what came of the body was no chunked body
+            self._told = True
+            self._taker.answered(response, data, self._complete)
+
+    def _begin_body(self, response: Response, stream: StreamReader, rest: bytes) -> bytes:
+        """From here on the parser is needed for chunks alone; what is here of the body."""
+        if response.chunked:
+            self._receive, self._stream = self._in_chunks, stream
+            return self._unchunk(rest)
+        self._parser = None
+        if stream.total_bytes:
+            # The head's end was cut, or its lines end without a CR: the parser has the first bytes
+            # of the body, and whatever it has behind them is lost with it.
+            rest = stream.read_nowait() + rest
+            self._keep = False
+        if response.length is None:
+            self._receive = self._to_the_end
+            return rest
+        self._receive, self._left = self._in_body, int(response.length)
+        return self._cut(rest)
+
+    def _in_body(self, data: bytes) -> None:
+        """A body with a length."""
+        assert self._taker is not None
+        self._taker.body_came(self._cut(data), self._complete)
+
+    def _cut(self, data: bytes) -> bytes:
+        """Of this, what belongs to the body with a length."""
+        self._left -= len(data)
+        if self._left > 0:
+            return data
+        self._receive, self._complete = self._behind, True
+        if self._left < 0:
+            self._keep = False
+            return data[: self._left]
+        return data
+
+    def _to_the_end(self, data: bytes) -> None:
+        """A body that the end of the connection ends."""
+        assert self._taker is not None
+        self._taker.body_came(data, False)
+
+    def _in_chunks(self, data: bytes) -> None:
+        """A chunked body."""
+        assert self._taker is not None
+        data = self._unchunk(data)
+        if self._taker is not None and (data or self._complete):
+            self._taker.body_came(data, self._complete)
+
+    def _unchunk(self, data: bytes) -> bytes:
+        """What this holds of the content of a chunked body; b"" where it is no chunked body."""
+        try:
+            messages, _, _ = self._parser.feed_data(data)
+            self._keep = self._keep and not messages
+        except HttpProcessingError as error:
+            if not self._stream.is_eof():
+                self._fail("protocol", f"its answer is no valid HTTP ({fault_of(error)})")
+                return b""
+            self._keep = False
+        if self._stream.is_eof():
+            self._receive, self._complete = self._behind, True
+        return self._stream.read_nowait()
+
+    def _in_upgrade(self, data: bytes) -> None:
+        self.after_upgrade += data
+
+    # --- the ways in which an answer fails ------------------------------------------------------
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
-        if exc is not None and self._parser is not None and not self._aborted:
+        if exc is not None and self._taker is not None and not self._aborted:
             self._read_rest()
         self._keep = False
         super().connection_lost(exc)
-        if self._taker is not None and self.tunnel is None:
+        if self._taker is not None and self.tunnel is None and not self._complete:
             self._lose(self._taker, exc)
+        self._receive = _nothing  # or the connection would be kept alive by a method of its own
 
     def _read_rest(self) -> None:
         """Read what came before an RST; a loop whose write has met the RST reads no more.
@@ -254,31 +321,34 @@ class UpstreamConnection(Connection):
             pass  # no more is here
 
     def _lose(self, taker: Taker, exc: Exception | None) -> None:
-        if self._told and (self._body is None or self._body.is_eof()):
-            return  # all of the answer is here
-        if exc is None and not self._aborted and self._told:
-            try:
-                self._parser.feed_eof()  # the proper end of a body without a length
-            except HttpProcessingError:
-                pass
-            else:
-                taker.body_came()
-                return
+        clean = exc is None and not self._aborted
+        if clean and self._receive == self._to_the_end:
+            self._complete = True
+            taker.body_came(b"", True)
+            return
         self._fail(
             "truncated" if exc is None and self._answer_begun else "reset",
             "it closed the connection before its answer was complete",
         )
-        self._tell(taker)
 
     def _fail(self, reason: UpstreamReason, what: str) -> None:
-        """No more will come of this answer."""
-        detail = f"{self._pool.name}: {what}"
-        if self._answer_begun:
-            self._failure = BadResponse(reason, detail)
+        """No more will come of this answer; a head that was not told of yet will not be."""
+        taker, detail = self._taker, f"{self._pool.name}: {what}"
+        assert taker is not None
+        self._taker = None
+        self._receive = self._unasked
+        if self._told:
+            taker.lost(ResponseCut(reason, detail))
+        elif self._answer_begun:
+            taker.lost(BadResponse(reason, detail))
         elif self.reused:
-            self._failure = StaleConnection(detail)
+            taker.lost(StaleConnection(detail))
         else:
-            self._failure = LostBeforeResponse(detail)
+            taker.lost(LostBeforeResponse(detail))
+
+
+def _nothing(data: bytes) -> None:
+    """Nothing comes from a connection that is lost."""
 
 
 class Pool:

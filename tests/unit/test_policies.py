@@ -146,3 +146,13 @@ def test_the_target_of_an_accelerator(
     accelerator: str | None, target_qps: TargetQps, target: float
 ) -> None:
     assert target_of(accelerator, target_qps) == target
+
+
+@pytest.mark.parametrize("policy", ["least_load", "instance_aware_least_load"])
+def test_a_lease_of_before_a_list_counts_no_more_when_it_is_released(policy: str) -> None:
+    table = table_of(policy, IDLE[:2])
+    a, b = leases(table, 2)
+    table.apply(IDLE[:2], 1.0)
+    b.release()
+    assert in_turn(table, 2) == "bb"
+    assert a.replica.inflight == 1
