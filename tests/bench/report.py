@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -24,11 +25,10 @@ class Results:
             self.figures.setdefault(title, {}).setdefault(proxy, []).append(figure)
 
     def ratio(self, title: str, proxy: str) -> float | None:
-        """To ours."""
+        """To ours; none where one of the two is missing, or lost in noise as latency can be."""
         rounds = self.figures[title]
-        if title.endswith("%") or proxy not in rounds or not median(rounds.get(OURS, [0.0])):
-            return None
-        return median(rounds[proxy]) / median(rounds[OURS])
+        its, ours = (median(rounds.get(name, [0.0])) for name in (proxy, OURS))
+        return its / ours if its > 0 and ours > 0 and not title.endswith("%") else None
 
     def cell(self, title: str, proxy: str) -> str:
         """Median, the lowest and the highest of the rounds, and the ratio to ours."""
@@ -46,24 +46,50 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def table(results: Results, title: str) -> Table:
-    made = Table(title=title, title_justify="left")
-    made.add_column("median (lowest-highest) x ratio to ours")
+def tables(results: Results, facts: dict[str, Any]) -> Iterator[Table | str]:
+    """How it was measured, the figures, and who was measured."""
+    yield "\n".join(conditions(facts))
+    figures = Table("median (lowest-highest) x ratio to ours")
     for proxy in results.proxies:
-        made.add_column(proxy, justify="right")
-    for figure in results.figures:
-        made.add_row(figure, *(results.cell(figure, proxy) for proxy in results.proxies))
-    return made
+        figures.add_column(proxy, justify="right")
+    for title in results.figures:
+        figures.add_row(title, *(results.cell(title, proxy) for proxy in results.proxies))
+    yield figures
+    who = Table("proxy", "version", "settings")
+    for proxy, about in facts["proxies"].items():
+        who.add_row(proxy, about["version"], about["settings"])
+    yield who
 
 
-def markdown(results: Results) -> str:
+def conditions(facts: dict[str, Any]) -> list[str]:
+    machine, scale = facts["machine"], facts["scale"]
+    processor = (
+        f"{machine['processor']}, Linux {machine['kernel']}, Python {machine['python']}, "
+        f"load average at the start {machine['load_average_at_start']:.1f}"
+    )
+    loads = (
+        f"each proxy on core {machine['proxy_core']}, load and replicas on "
+        f"{', '.join(map(str, machine['load_cores']))}; rounds: {scale['rounds']}, of "
+        f"{scale['seconds']:g} s; {scale['connections']} connections in a closed loop, "
+        f"{scale['streams']} streams of 25 chunks/s, {scale['replicas']} replicas where not said"
+    )
+    return [processor, loads, facts["settings"]]
+
+
+def markdown(results: Results, facts: dict[str, Any]) -> str:
     rows = [
+        *(f"- {line}" for line in conditions(facts)),
+        *(
+            f"- {proxy} ({about['version']}): {about['settings']}"
+            for proxy, about in facts["proxies"].items()
+        ),
+        "",
         "| | " + " | ".join(results.proxies) + " |",
         "| --- |" + " ---: |" * len(results.proxies),
     ]
-    for figure in results.figures:
-        cells = (results.cell(figure, proxy) for proxy in results.proxies)
-        rows.append(f"| {figure} | " + " | ".join(cells) + " |")
+    for title in results.figures:
+        cells = (results.cell(title, proxy) for proxy in results.proxies)
+        rows.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 

@@ -26,6 +26,7 @@ from tests.bench.machine import (
 )
 from tests.bench.proxies import Job, Proxy
 from tests.skypilot.environment import ROOT
+from tests.system.process import end_at_once
 
 START_SECONDS = 60.0
 POLL_SECONDS = 0.001
@@ -152,10 +153,10 @@ class Stage:
                 time.sleep(POLL_SECONDS)
             yield Running(job.port, process.pid, time.monotonic() - began)
         finally:
-            process.terminate()
+            end_at_once(process)
             try:
-                process.wait(2)
-            except subprocess.TimeoutExpired:  # it drains, or has no handler
+                process.wait(5)
+            except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
