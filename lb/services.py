@@ -67,32 +67,35 @@ def up(
         except sqlite3.IntegrityError:
             way = f"change it with 'skyserve-lb update {name} FILE', or end it with 'skyserve-lb down {name}'"
             raise click.ClickException(f"there is a service {name} already: {way}") from None
-        places.folder.mkdir(exist_ok=True)
+        places.folder.mkdir(parents=True, exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             start(places, service.born, listener, leash)
-        if fault := _fault_of_balancer(places):
+        if fault := _fault_of_balancer(store, places):
             _down(store, places)
             raise click.ClickException(f"{name} is down again: {fault}")
         endpoint: str = tables.row(service, 0, controlled=True)["endpoint"]
         return endpoint
 
 
-def _fault_of_balancer(places: Places) -> str | None:
+def _fault_of_balancer(store: Store, places: Places) -> str | None:
     """Wait for the balancer; why it does not start, or None when it has."""
     for _ in _patiently():
+        service = store.get(places.folder.name)
+        if service is None:
+            return "it was ended meanwhile"
         lines = places.balancer_log.read_text().splitlines() if places.balancer_log.exists() else []
         if any('"server.started"' in line for line in lines):
             return None
-        if lines and not lines[-1].startswith("{"):
-            return lines[-1]
+        if lines and not places.balancer(service).alive:
+            return lines[-1].removeprefix("skyserve-lb: ")
     return f"nothing was heard of its load balancer within {PATIENCE_SECONDS:g} s"
 
 
 def update(name: str, file: Path, state: Path, mode: Mode) -> int:
     """Update a service to what the file says; the number of the new version."""
     loaded = _load(file)
-    with _opened(state) as store, Places(state, name).locked("command"):
-        with _known(store, name), store.edit(name) as service:
+    with _opened(state) as store, _alone(store, state, name):
+        with store.edit(name) as service:
             if service.ending:
                 raise click.ClickException(f"{name} is being taken down")
             version = max(service.tasks) + 1
@@ -120,13 +123,13 @@ def _post(store: Store, name: str, path: str, body: dict[str, Any]) -> None:
 
 def down(name: str, state: Path) -> None:
     """End a service and all its processes, and forget it."""
-    with _opened(state) as store, Places(state, name).locked("command"), _known(store, name):
-        _down(store, Places(state, name))
+    with _opened(state) as store, _alone(store, state, name) as places:
+        _down(store, places)
 
 
 def _down(store: Store, places: Places) -> None:
     name = places.folder.name
-    with store.edit(name) as service:
+    with contextlib.suppress(LookupError), store.edit(name) as service:
         service.ending = True
     while store.get(name):  # the controller is at it, or there is none and we are
         with places.locked("controller", wait=False) as alone:
@@ -158,8 +161,9 @@ def status(name: str | None, state: Path, *, watch: bool, as_json: bool) -> None
 
 def rows(store: Store, state: Path, name: str | None = None) -> list[dict[str, Any]]:
     """What `status --json` prints."""
-    with _known(store, name):
-        services = [store.get(each) for each in ([name] if name else store.names())]
+    if name:
+        _check_known(store, name)
+    services = [store.get(each) for each in ([name] if name else store.names())]
     return [_row(state, service) for service in services if service]
 
 
@@ -171,7 +175,8 @@ def _row(state: Path, service: Service) -> dict[str, Any]:
 def logs(name: str, which: str, state: Path, *, follow: bool) -> None:
     """Print the log of a replica (by its id), of the `controller` or of the `balancer`."""
     places = Places(state, name)
-    with _opened(state) as store, _known(store, name):
+    with _opened(state) as store:
+        _check_known(store, name)
         file = {"controller": places.controller_log, "balancer": places.balancer_log}.get(which)
         file = file or places.replica(int(which) if which.isdigit() else 0) / "log"
         if not file.exists():
@@ -192,7 +197,7 @@ def _load(file: Path) -> Task:
         return str(found) if found.exists() else None
 
     try:
-        loaded, notes = task.parse(file.read_text(), str(file), os.environ, find)
+        loaded, notes = task.parse(file.read_text(encoding="utf-8"), str(file), os.environ, find)
     except (OSError, UnicodeDecodeError) as error:
         raise BadFileError(f"{file} cannot be read: {getattr(error, 'strerror', error)}") from None
     except task.TaskError as error:
@@ -212,12 +217,19 @@ def _opened(state: Path) -> Iterator[Store]:
 
 
 @contextlib.contextmanager
-def _known(store: Store, name: str | None) -> Iterator[None]:
+def _alone(store: Store, state: Path, name: str) -> Iterator[Places]:
+    """The only command that is at work on this service."""
+    _check_known(store, name)
+    with Places(state, name).locked("command"):
+        _check_known(store, name)
+        yield Places(state, name)
+
+
+def _check_known(store: Store, name: str) -> None:
     names = store.names()
-    if name and name not in names:
+    if name not in names:
         there = f"there are {', '.join(names)}" if names else "there is none"
         raise click.ClickException(f"no service {name}: {there}")
-    yield
 
 
 def _patiently() -> Iterator[None]:

@@ -24,7 +24,7 @@ class Places:
 
     def __init__(self, state: Path, name: str) -> None:
         self.state = state
-        self.folder = state / name
+        self.folder = state / "services" / name
         self.balancer_log = self.folder / "balancer.log"
         self.controller_log = self.folder / "controller.log"
 
@@ -42,7 +42,9 @@ class Places:
     @contextlib.contextmanager
     def locked(self, what: str, *, wait: bool = True) -> Iterator[bool]:
         """Hold a lock of the service's, which ends with the process; false if another has it."""
-        with (self.state / f"{self.folder.name}.{what}.lock").open("w") as file:
+        locks = self.state / "locks"
+        locks.mkdir(exist_ok=True)
+        with (locks / f"{self.folder.name}.{what}").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:

@@ -170,7 +170,7 @@ def machine(folder: Path) -> Iterator[Machine]:
     made = Machine(folder)
     try:
         yield made
-        if made.state.exists() and (made.state / NAME).exists():
+        if (made.state / "services" / NAME).exists():
             made.open("end-all")
             made.run("down", NAME)
         until(lambda: not made.processes(), made.processes)

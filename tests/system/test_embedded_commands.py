@@ -97,7 +97,7 @@ def test_a_balancer_that_cannot_start_takes_the_service_down_again(made: Machine
         file.write_text("nonsense")
     path = made.write(tls={"keyfile": str(bad[0]), "certfile": str(bad[1])})
     (line,) = made.run("up", str(path), "--name", NAME, code=1)[1]
-    assert line.startswith(f"skyserve-lb: {NAME} is down again: skyserve-lb: --tls-certfile ")
+    assert line.startswith(f"skyserve-lb: {NAME} is down again: --tls-certfile ")
     assert made.run("status", "--json")[0].strip() == "[]"
 
 
@@ -132,6 +132,7 @@ def test_tls_and_what_has_no_effect(made: Machine) -> None:
         (("down", NAME), 1, f"no service {NAME}: there is none"),
         (("logs", NAME), 1, f"no service {NAME}: there is none"),
         (("status", NAME), 1, f"no service {NAME}: there is none"),
+        (("down", "../x"), 1, "no service ../x: there is none"),
         (("up", "good.yaml", "--name", "../x"), 1, "'../x' is no name"),
         (("up", "good.yaml", "--gap", "5d"), 2, "'--gap': '5d' has the unknown unit 'd'"),
         (("update", NAME, "good.yaml", "--mode", "x"), 2, "'x' is not one of"),
