@@ -142,21 +142,22 @@ def _down(store: Store, places: Places) -> None:
 
 def status(name: str | None, state: Path, *, watch: bool, as_json: bool) -> None:
     """Print the tables of one service or of all; with `watch` each second, until interrupted."""
-    with _opened(state) as store:
-        console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-        if as_json or not watch:
-            while True:
-                found = rows(store, state, name)
-                click.echo(
-                    json.dumps(found, indent=None if watch else 2)
-                ) if as_json else console.print(tables.tables(found))
-                if not watch:
-                    return
-                time.sleep(1)
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                live.update(tables.tables(rows(store, state, name)), refresh=True)
-                time.sleep(1)
+    on_terminal = sys.stdout.isatty()
+    console = Console(highlight=False, soft_wrap=not on_terminal)
+    over_itself = watch and on_terminal and not as_json
+    live = Live(console=console, auto_refresh=False) if over_itself else None
+    with _opened(state) as store, live or contextlib.nullcontext():
+        while True:
+            found = rows(store, state, name)
+            if as_json:
+                click.echo(json.dumps(found, indent=None if watch else 2))
+            elif live:
+                live.update(tables.tables(found), refresh=True)
+            else:
+                console.print(tables.tables(found))
+            if not watch:
+                return
+            time.sleep(1)
 
 
 def rows(store: Store, state: Path, name: str | None = None) -> list[dict[str, Any]]:
@@ -209,7 +210,10 @@ def _load(file: Path) -> Task:
 
 @contextlib.contextmanager
 def _opened(state: Path) -> Iterator[Store]:
-    store = Store(state)
+    try:
+        store = Store(state)
+    except (OSError, sqlite3.Error) as error:
+        raise click.ClickException(f"--state-dir {state} cannot be used: {error}") from None
     try:
         yield store
     finally:

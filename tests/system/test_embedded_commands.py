@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from tests.system.embedded import NAME, ROOT, Machine, machine, until
+from tests.system.embedded import NAME, ROOT, Machine, Scenario, at_once, machine, until
 
 READY = "READY"
 
@@ -25,7 +26,7 @@ def made(tmp_path: Path) -> Iterator[Machine]:
         yield made
 
 
-def test_what_readme_shows(made: Machine) -> None:
+def what_readme_shows(made: Machine) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     section = readme.split("## SkyServe on one machine\n")[1]
     (block,) = re.findall(r"```sh\n(.*?)```", section.split("\n## ")[0], re.DOTALL)
@@ -53,7 +54,7 @@ def test_what_readme_shows(made: Machine) -> None:
     assert (made.folder / ".skyserve-lb/state.db").exists()
 
 
-def test_status_and_logs(made: Machine) -> None:
+def status_and_logs(made: Machine) -> None:
     assert made.run("status", "--json")[0].strip() == "[]"
     made.let(1)
     made.up(made.write(replicas=1, run="echo this is said; exec sleep 60 # {port}"), "--port", "1")
@@ -69,7 +70,7 @@ def test_status_and_logs(made: Machine) -> None:
     assert line == f"skyserve-lb: {NAME} has no log of 7"
 
 
-def test_watching_goes_on_until_it_is_interrupted(made: Machine) -> None:
+def watching_goes_on_until_it_is_interrupted(made: Machine) -> None:
     made.let(1)
     made.up(made.write(replicas=1))
     watching = {
@@ -90,7 +91,7 @@ def test_watching_goes_on_until_it_is_interrupted(made: Machine) -> None:
         assert process.returncode == 130
 
 
-def test_a_balancer_that_cannot_start_takes_the_service_down_again(made: Machine) -> None:
+def a_balancer_that_cannot_start_takes_the_service_down_again(made: Machine) -> None:
     made.open("end-all")
     bad = [made.folder / name for name in ("key.pem", "cert.pem")]
     for file in bad:
@@ -101,7 +102,7 @@ def test_a_balancer_that_cannot_start_takes_the_service_down_again(made: Machine
     assert made.run("status", "--json")[0].strip() == "[]"
 
 
-def test_tls_and_what_has_no_effect(made: Machine) -> None:
+def tls_and_what_has_no_effect(made: Machine) -> None:
     if not shutil.which("openssl"):
         pytest.fail("openssl makes the certificate of this test")
     made.let(1)
@@ -121,6 +122,26 @@ def test_tls_and_what_has_no_effect(made: Machine) -> None:
     made.wait_for({1: (1, READY)})
     curl = ["curl", "-sk", output.strip()]
     assert subprocess.run(curl, capture_output=True, text=True, check=True).stdout == "one 1"
+
+
+SCENARIOS = (
+    what_readme_shows,
+    status_and_logs,
+    watching_goes_on_until_it_is_interrupted,
+    a_balancer_that_cannot_start_takes_the_service_down_again,
+    tls_and_what_has_no_effect,
+)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Scenario, Future[None]]]:
+    with at_once(SCENARIOS, tmp_path_factory.mktemp("machines")) as futures:
+        yield futures
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_a_scenario(scenario: Scenario, played: dict[Scenario, Future[None]]) -> None:
+    played[scenario].result()
 
 
 @pytest.mark.parametrize(
@@ -148,3 +169,9 @@ def test_a_mistake_is_one_line(made: Machine, words: tuple[str, ...], code: int,
     assert line.startswith("skyserve-lb: ")
     assert part in line
     assert made.processes() == {}
+
+
+def test_a_state_folder_that_cannot_be_is_one_line(made: Machine) -> None:
+    made.state = Path("/proc/none")
+    (line,) = made.run("status", code=1)[1]
+    assert line.startswith("skyserve-lb: --state-dir /proc/none cannot be used: ")
