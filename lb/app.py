@@ -42,6 +42,7 @@ EXIT_NO_PORT = 3
 
 # How long a draining balancer still takes requests that were on their way when it was told to end.
 LAST_CALL_SECONDS = 1.0
+LAST_REPORT_SECONDS = 0.5
 WATCH_SECONDS = 0.5
 STDERR = 2
 
@@ -142,6 +143,7 @@ class Balancer:
                 await self._drain_asked.wait()
                 await self._drain()
                 background.cancel_scope.cancel()
+            await self._report_rest()
         finally:
             await self._stop()
 
@@ -189,6 +191,12 @@ class Balancer:
         else:
             self._log.info("drain.finished")
 
+    async def _report_rest(self) -> None:
+        """Tell the autoscaler of the arrivals since the last sync, so that an exit is no dip in demand."""
+        if len(self._arrivals) and not self._forced.is_set():
+            with anyio.move_on_after(LAST_REPORT_SECONDS):
+                await self._syncer.sync_once()
+
     async def _until_forced(self, seconds: float) -> None:
         with anyio.move_on_after(seconds):
             await self._forced.wait()
@@ -227,6 +235,10 @@ class Balancer:
         self.metrics.request_finished(
             (error.outcome, error.status, "other", 0.0, None, None, 0, 0, "")
         )
+        if self._settings.access_log != "off":
+            self._log.info(
+                "request.refused", status=error.status, reason=error.reason, cause=error.detail
+            )
 
     def _not_ready(self) -> str | None:
         if self.server.draining:

@@ -71,13 +71,13 @@ class Replica:
         "url",
     )
 
-    def __init__(self, url: str, accelerator: str | None, now: float) -> None:
+    def __init__(self, url: str, accelerator: str | None, now: float, turn: float) -> None:
         self.url = url
         self.accelerator = accelerator
         self.state = State.SERVING
         self.since = now  # when it came into this state
         self.inflight = 0
-        self.last_lease = 0
+        self.last_lease = turn  # the number of its last lease; before the first at random below 0
         # Ejection. `failures` counts those in a row; `unreachable` tells whether the last was a
         # failed connect; `probe` is the lease that tries the replica after its time is over.
         self.failures = 0
@@ -212,7 +212,9 @@ class ReplicaTable:
             named.add(entry.url)
             replica = self._replicas.get(entry.url)
             if replica is None:
-                replica = self._replicas[entry.url] = Replica(entry.url, entry.accelerator, now)
+                # In the list's order, all balancers of a service would take their turns in step.
+                replica = Replica(entry.url, entry.accelerator, now, -self._jitter.random())
+                self._replicas[entry.url] = replica
                 added.append(replica)
             elif replica.state is State.DRAINING:
                 revived.append(replica)

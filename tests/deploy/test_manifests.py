@@ -205,7 +205,7 @@ def test_only_the_native_sidecar_has_to_signal_itself() -> None:
     assert "kill -TERM 1" in balancer_of(native)["lifecycle"]["preStop"]["exec"]["command"][-1]
 
 
-@parametrize("path", SIDECARS, ids=name_of)
+@parametrize("path", [*SIDECARS, *CONFIGURATIONS], ids=name_of)
 def test_a_sidecar_does_not_keep_the_controllers_pod_from_being_ready(path: Path) -> None:
     """SkyPilot waits for that pod before there can be a replica, and its DNS name hangs on it."""
     assert "readinessProbe" not in balancer_of(controller_pod(path)["spec"])

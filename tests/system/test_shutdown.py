@@ -370,3 +370,16 @@ def test_the_ports_are_free_at_once(a: ScriptedReplica, fake_controller: FakeCon
         started(again)
         with RawClient(again.address) as client:
             assert client.ask(request()).status == 200
+
+
+def test_arrivals_since_the_last_sync_are_reported_at_exit(
+    a: ScriptedReplica, fake_controller: FakeController
+) -> None:
+    with Serve(fake_controller.url, "--sync-interval", "60s") as serve:
+        started(serve)
+        for _ in range(5):
+            with serve.client() as client:
+                assert client.ask(request()).status == 200
+        serve.signal()
+        assert serve.exit_code() == 0
+    assert len(fake_controller.arrivals) == 5

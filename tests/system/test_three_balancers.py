@@ -75,10 +75,6 @@ def wait_for_requests(replicas: Sequence[ScriptedReplica], total: int) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="with the same list, ties are broken in the list's order: balancers take turns in step",
-)
 def test_balancers_with_little_to_do_do_not_meet_on_one_replica(
     balancers: list[Serve], replicas: list[ScriptedReplica]
 ) -> None:
@@ -121,10 +117,6 @@ def load(balancers: list[Serve], replicas: list[ScriptedReplica]) -> int:
     return clients * each
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="a list that comes while requests are in flight: least_load forgets their end",
-)
 def test_even_load(balancers: list[Serve], replicas: list[ScriptedReplica]) -> None:
     share = load(balancers, replicas) / len(replicas)
     assert all(0.8 * share < count < 1.2 * share for count in counts(replicas)), counts(replicas)

@@ -1,5 +1,6 @@
 """How the selection policies choose, through the table that asks them."""
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 
@@ -15,9 +16,18 @@ IDLE = [ReadyReplica(url, None) for url in "abcd"]
 def table_of(
     policy: str, replicas: list[ReadyReplica], target_qps: TargetQps = None
 ) -> ReplicaTable:
-    table = ReplicaTable(POLICIES[policy](target_qps), grace_period=30.0, drain_timeout=600.0)
+    table = ReplicaTable(
+        POLICIES[policy](target_qps), grace_period=30.0, drain_timeout=600.0, jitter=ListOrder()
+    )
     table.apply(replicas, 0.0)
     return table
+
+
+class ListOrder(random.Random):
+    """Jitter that leaves a list in its order."""
+
+    def random(self) -> float:
+        return 0.0
 
 
 def leases(table: ReplicaTable, count: int) -> Iterator[Lease]:
@@ -156,3 +166,17 @@ def test_a_lease_of_before_a_list_counts_no_more_when_it_is_released(policy: str
     b.release()
     assert in_turn(table, 2) == "bb"
     assert a.replica.inflight == 1
+
+
+def test_balancers_with_the_same_list_begin_at_different_replicas() -> None:
+    begun = set()
+    for seed in range(20):
+        table = ReplicaTable(
+            POLICIES["least_load"](None),
+            grace_period=30.0,
+            drain_timeout=600.0,
+            jitter=random.Random(seed),
+        )
+        table.apply(IDLE, 0.0)
+        begun.add(in_turn(table, 1))
+    assert begun == set("abcd")
