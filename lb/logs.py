@@ -37,6 +37,7 @@ Event = Literal[
     "replica.revived",
     "request.failed",
     "request.finished",
+    "request.refused",
     "request.retried",
     "server.few_descriptors",
     "server.started",

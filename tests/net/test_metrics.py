@@ -309,9 +309,10 @@ BAD_REQUESTS = [
 def test_a_client_that_is_refused(
     data: bytes, status: int, reason: str, a: ScriptedReplica, start_quiet: StartQuiet
 ) -> None:
-    balancer = start_quiet(a)
-    with watching(balancer, a=a) as moved:
-        assert ask(balancer, data) == status
+    balancer = start_quiet(a, access_log="errors")
+    with watching(balancer, a=a) as moved, balancer.client() as client:
+        answered = client.ask(data)
+        assert answered.status == status
     assert moved == Counter(
         {
             "requests_total client_error": 1,
@@ -320,10 +321,13 @@ def test_a_client_that_is_refused(
             f"rejected_requests_total {reason}": 1,
         }
     )
+    (line,) = balancer.log.wait_for("request.refused")
+    assert (line["status"], line["reason"]) == (status, reason)
+    assert line["cause"] == answered.detail
 
 
 def test_a_client_that_is_one_too_many(a: ScriptedReplica, start_quiet: StartQuiet) -> None:
-    balancer = start_quiet(a, max_connections="1")
+    balancer = start_quiet(a, max_connections="1", access_log="off")
     with watching(balancer, a=a) as moved, balancer.client(), balancer.client() as second:
         assert second.answer().status == 503
     assert moved == move(
@@ -332,6 +336,7 @@ def test_a_client_that_is_one_too_many(a: ScriptedReplica, start_quiet: StartQui
         request_duration_seconds_count__lb_error=1,
         rejected_requests_total__overload=1,
     )
+    assert not balancer.log.named("request.refused")
 
 
 def test_a_body_that_breaks_off_its_coding(a: ScriptedReplica, start_quiet: StartQuiet) -> None:

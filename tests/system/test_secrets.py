@@ -274,6 +274,7 @@ def test_what_passes_through_is_kept_to_oneself(log_format: str, start: Start) -
             assert SECRET.encode() not in all_of(data, POST)
         a.faults.clear()
         process.wait_for(r"request\.finished", 40)
+        process.wait_for(r"request\.refused", len(ALL_BAD) // 2)
         process.wait_for(r"request\.retried", 3)
         process.wait_for(r"replica\.ejected")
         assert_silent(process, admin)
