@@ -140,14 +140,6 @@ def test_targets_get_the_job_that_the_rules_know(
     assert scrape["job_name"] == job["replacement"]
 
 
-def test_the_pods_have_the_container_and_the_port_that_are_scraped() -> None:
-    deployment = read(DEPLOY / "kubernetes" / "base" / "deployment.yaml")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    (endpoint,) = read(RULES.parent / "pod-monitor.yaml")["spec"]["podMetricsEndpoints"]
-    assert container["name"] == endpoint["relabelings"][0]["regex"]
-    assert endpoint["port"] in [port["name"] for port in container["ports"]]
-
-
 def test_the_dashboard_in_the_resource_is_the_dashboard() -> None:
     resource = read(DEPLOY / "grafana" / "grafana-dashboard.yaml")
     dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text(encoding="utf-8"))
