@@ -3,11 +3,12 @@
     python -m tests.bench                                          all of it
     python -m tests.bench --quick                                  the picture
     python -m tests.bench --quick --only ours,envoy --columns get,post,sse    10 to 20 seconds
+    python -m tests.bench --quick --only ours --base ../before     what a change is worth
 
-Each proxy has one core to itself; replicas, load and bench have the others. In each round every
-column is measured on every proxy; the table gives medians, spread and ratios to ours. The ratios
-are the result: the figures alone depend on the machine. CPU is user and system time of all the
-proxy's processes.
+The proxies have one core, and one of them works at a time; replicas, load and bench have the other
+cores. In each round every column is measured on every proxy; the table gives medians, spread and
+ratios to ours. The ratios are the result: the figures alone depend on the machine. CPU is user and
+system time of all the proxy's processes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tests.bench.machine import (
     raise_file_limit,
     stay_off_the_proxy_core,
 )
-from tests.bench.proxies import FAIR, PROXIES, MissingError, Proxy, version_of
+from tests.bench.proxies import FAIR, PROXIES, MissingError, Proxy, another_checkout, version_of
 from tests.bench.report import as_json, markdown, tables
 from tests.bench.rounds import measure_all
 
@@ -93,6 +94,12 @@ def processor() -> str:
 @click.option("--quick", is_flag=True, help="One short round.")
 @click.option("--only", metavar="NAME,...", help=", ".join(proxy.name for proxy in PROXIES))
 @click.option("--columns", metavar="NAME,...", help=", ".join(column.name for column in COLUMNS))
+@click.option(
+    "--base",
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
+    help="Another checkout of ours, to measure beside.",
+)
 @click.option("--rounds", type=click.IntRange(1))
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True))
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
@@ -101,6 +108,7 @@ def main(
     quick: bool,
     only: str | None,
     columns: str | None,
+    base: Path | None,
     rounds: int | None,
     seconds: float | None,
     json_file: Path | None,
@@ -113,9 +121,12 @@ def main(
     scale = Scale(**vars(scale) | {key: value for key, value in given.items() if value})
     raise_file_limit()
     stay_off_the_proxy_core()
+    proxies = [proxy for proxy in PROXIES if proxy.name in names]
+    if base:
+        proxies.append(another_checkout(base))
     try:
-        programs = found([proxy for proxy in PROXIES if proxy.name in names])
-        proxies = [proxy for proxy in PROXIES if proxy.name in programs]
+        programs = found(proxies)
+        proxies = [proxy for proxy in proxies if proxy.name in programs]
         facts = about(programs, proxies, scale)
         with Progress(console=console) as progress:
             picked = [column for column in COLUMNS if column.name in wanted]

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.bench.machine import BenchError, Replicas, free_port
@@ -52,9 +52,10 @@ class Proxy:
     # Columns that say nothing of this proxy, and why.
     lacks: tuple[tuple[str, str], ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
+    root: Path = ROOT  # it is started in this folder
 
     def environment(self) -> dict[str, str]:
-        return environment() | dict(self.variables)
+        return environment() | {"PYTHONPATH": str(self.root)} | dict(self.variables)
 
 
 def on_path(name: str, package: str) -> Callable[[], str]:
@@ -329,13 +330,19 @@ PROXIES = (
 )
 
 
+def another_checkout(root: Path) -> Proxy:
+    """Ours as it is in another folder, to see what a change is worth."""
+    (here,) = (proxy for proxy in PROXIES if proxy.name == "ours")
+    return replace(here, name="base", root=root)
+
+
 def version_of(proxy: Proxy, program: str) -> str:
     """As the proxy tells it, or as it was asked for."""
     if isinstance(proxy.version, str):
         return proxy.version
     done = subprocess.run(
         [program, *proxy.version],
-        cwd=ROOT,
+        cwd=proxy.root,
         env=proxy.environment(),
         capture_output=True,
         text=True,

@@ -25,7 +25,6 @@ from tests.bench.machine import (
     replicas,
 )
 from tests.bench.proxies import Job, Proxy
-from tests.skypilot.environment import ROOT
 from tests.system.process import end_at_once
 
 START_SECONDS = 60.0
@@ -144,7 +143,7 @@ class Stage:
         with log.open("w") as output:
             began = time.monotonic()
             process = subprocess.Popen(
-                command, cwd=ROOT, env=proxy.environment(), stdout=output, stderr=output
+                command, cwd=proxy.root, env=proxy.environment(), stdout=output, stderr=output
             )
         try:
             while not answers(job.port):
