@@ -5,6 +5,7 @@ reader sees versions, replicas and active set as of one moment.
 """
 
 import contextlib
+import fcntl
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +21,15 @@ class Store:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._db = sqlite3.connect(folder / "state.db", timeout=LOCK_SECONDS, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
+        # Two that make the database in one moment would not wait for each other, as later ones do.
+        with (folder / "state.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS services (name TEXT PRIMARY KEY, state TEXT NOT NULL)"
+            )
         # What a power cut would lose, of processes that it ends, is worth no wait for the disk.
         self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.execute(
-            "CREATE TABLE IF NOT EXISTS services (name TEXT PRIMARY KEY, state TEXT NOT NULL)"
-        )
 
     def close(self) -> None:
         self._db.close()

@@ -152,7 +152,7 @@ def test_it_shows_the_fault_and_the_cure_and_leaves_nothing_behind() -> None:
     with running(SKYSERVE_LB_GRACE_PERIOD="1h", SKYSERVE_LB_POLICY="no such policy") as demo:
         output, errors = demo.process.communicate(timeout=90)
         left = demo.processes()
-    assert (demo.process.returncode, errors, left) == (0, "", {})
+    assert (errors, demo.process.returncode, left) == ("", 0, {})
     assert time.monotonic() - began < 60
 
     sent = [int(cell) for cell in figures(output, "requests")]
