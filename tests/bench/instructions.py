@@ -9,8 +9,7 @@ it, so that each unit is the same sequence of reads and writes. Of two sizes of 
 is taken, and what is no part of a unit falls out.
 
 The figures belong to one build of Python, the one that CI runs; on another nothing is compared:
-CPython 3.10 takes 60 % more, 3.12 and 3.13 15 to 20 % more, a build of 3.11 with profile-guided
-optimization 9 % less. The tolerance of 5 % covers, on that build: 1 % from run to run (when the
+CPython 3.10 took 60 % more, 3.12 and 3.13 15 to 20 % more, Debian's build of 3.11 9 % less. The tolerance of 5 % covers, on that build: 1 % from run to run (when the
 collector of cycles comes, and timers), and up to 3.4 % when glibc takes other copy routines for a
 processor without AVX2. Other versions of aiohttp and uvloop can go beyond it (uvloop 0.21: 6 % for
 a chunk), and are named when they do.

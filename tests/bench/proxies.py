@@ -337,7 +337,7 @@ def another_checkout(root: Path) -> Proxy:
 
 
 def version_of(proxy: Proxy, program: str) -> str:
-    """As the proxy tells it, or as it was asked for."""
+    """As the proxy tells it in its first line, or as it was asked for."""
     if isinstance(proxy.version, str):
         return proxy.version
     done = subprocess.run(
@@ -351,4 +351,4 @@ def version_of(proxy: Proxy, program: str) -> str:
     lines = (done.stdout + done.stderr).strip().splitlines()
     if done.returncode or not lines:
         raise BenchError(f"{proxy.name} does not tell its version: exit code {done.returncode}")
-    return lines[-1]
+    return lines[0]
