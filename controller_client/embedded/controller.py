@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -266,9 +265,9 @@ class Controller:
             with anyio.move_on_after(DRAIN_SECONDS):
                 while not await self._is_idle(replica):  # noqa: ASYNC110 - it is another process's
                     await anyio.sleep(TICK_SECONDS)
-        process.signal(signal.SIGTERM)
+        told = set[int]()
         with anyio.move_on_after(KILL_SECONDS):
-            while process.members:  # noqa: ASYNC110
+            while process.terminate(told):  # noqa: ASYNC110 - it is another process's doing
                 await anyio.sleep(TICK_SECONDS)
         process.end()
         self._forget(replica)

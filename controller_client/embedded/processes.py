@@ -50,19 +50,29 @@ class Process:
             found |= session
         return sorted(found)
 
-    def signal(self, number: int) -> bool:
-        """Send all that runs in the session a signal; false if there is nothing."""
+    def terminate(self, told: set[int]) -> bool:
+        """Ask all that runs in it to end, each once, which `told` remembers; false if nothing runs.
+
+        To be called again: what is started while the others are being told would not know.
+        """
         members = self.members
-        for pid in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        for pid in set(members) - told:
+            _signal(pid, signal.SIGTERM)
+        told.update(members)
         return bool(members)
 
     def end(self) -> None:
-        """Kill all that runs in the session, what it starts meanwhile too."""
+        """Kill all that runs in it, what it starts meanwhile too."""
         deadline = time.monotonic() + END_SECONDS
-        while self.signal(signal.SIGKILL) and time.monotonic() < deadline:
+        while (members := self.members) and time.monotonic() < deadline:
+            for pid in members:
+                _signal(pid, signal.SIGKILL)
             time.sleep(LOOK_SECONDS)
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +134,10 @@ def starting(
 
 
 def end_all(ending: Sequence[Process], seconds: float) -> None:
-    """Tell all of these to end, and kill what still runs after so many seconds."""
-    for process in ending:
-        process.signal(signal.SIGTERM)
+    """Ask all of these to end, and kill what still runs after so many seconds."""
+    told = set[int]()
     deadline = time.monotonic() + seconds
-    while any(process.members for process in ending) and time.monotonic() < deadline:
+    while sum(each.terminate(told) for each in ending) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
     for process in ending:
         process.end()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from controller_client.embedded.processes import Process, starting
+from controller_client.embedded.processes import Process, end_all, starting
 from tests.system.embedded import NAME, Load, Machine, Scenario, at_once, until
 
 READY, COMING = "READY", "PROVISIONING"
@@ -211,7 +211,7 @@ def test_a_process_id_that_was_given_away_is_left_alone(tmp_path: Path) -> None:
     other = Process(process.pid, "7@another-start", f"{process.mark}/another")
     assert not other.alive
     assert other.members == []
-    assert not other.signal(signal.SIGKILL)
+    assert not other.terminate(set())
     other.end()
     assert process.alive
     process.end()
@@ -240,3 +240,11 @@ def test_what_has_left_its_session_is_ended_with_it(tmp_path: Path) -> None:
     assert process.members == []
     os.waitpid(process.pid, 0)
     until(lambda: not any(map(alive, others)))  # their new parent takes note
+
+
+def test_what_starts_while_others_are_asked_to_end_is_asked_too(tmp_path: Path) -> None:
+    process = begin(tmp_path, "trap 'sleep 60 & exit' TERM; touch up; while :; do sleep 0.05; done")
+    until(lambda: (tmp_path / "up").exists())
+    end_all([process], 3600.0)
+    assert process.members == []
+    os.waitpid(process.pid, 0)
