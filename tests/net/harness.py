@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import random
 import socket
 import threading
 import time
@@ -47,6 +48,16 @@ class LogLines(io.TextIOBase):
         return self.named(event)
 
 
+class ListOrder(random.Random):
+    """Jitter that leaves new replicas in the order of their list, so that a test knows who is first."""
+
+    def random(self) -> float:
+        return 0.0
+
+    def uniform(self, a: float, b: float) -> float:
+        return a + (b - a) * super().random()
+
+
 class RunningBalancer:
     """`with RunningBalancer(controller_url, grace_period="0") as balancer: ...`"""
 
@@ -75,6 +86,7 @@ class RunningBalancer:
         self.loop = asyncio.get_running_loop()
         log = Log(log_format="json", level="debug", stream=self.log)  # type: ignore[arg-type]
         self.balancer = Balancer(self.settings, log)
+        self.balancer.table._jitter = ListOrder()
         await self.balancer.run()
 
     def __enter__(self) -> RunningBalancer:
