@@ -10,7 +10,10 @@ from typing import Any
 
 import yaml
 
-NAME = re.compile(r"[a-zA-Z]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?")
+NAME = re.compile(r"[a-zA-Z]([-_.a-zA-Z0-9]{0,61}[a-zA-Z0-9])?")  # names files too
+# A name and, on the next line, its value; the second by RFC 9110, section 5.
+ENV = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\n[^\0]*")
+HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\n[^\x00-\x08\x0a-\x1f\x7f]*")
 POLICIES = ("round_robin", "least_load", "instance_aware_least_load")
 
 # SkyPilot's defaults.
@@ -36,29 +39,33 @@ class _FaultError(Exception):
 Kind = tuple[str, tuple[str, ...], Callable[[Any], object]]
 
 _text: Kind = ("a text", ("str",), lambda _: True)
-_count: Kind = ("a whole number, 0 or more", ("int",), lambda number: number >= 0)
-_seconds: Kind = ("a number of seconds", ("int", "float"), lambda number: number >= 0)
-_rate: Kind = ("a number more than 0", ("int", "float"), lambda number: number > 0)
+_count: Kind = ("a whole number from 0 to 1000", ("int",), range(1001).__contains__)
+_seconds: Kind = ("a number of seconds", ("int", "float"), lambda number: 0 <= number < math.inf)
 _rates: Kind = (
     "a number or a map of numbers, each more than 0",
     ("int", "float", "map"),
     lambda rate: all(
-        isinstance(each, int | float) and each > 0
+        isinstance(each, int | float) and 0 < each < math.inf
         for each in (rate.values() if isinstance(rate, dict) else [rate])
     ),
 )
 _port: Kind = ("a port", ("int",), lambda number: 0 < number < 65536)
-_name: Kind = ("a name of letters, digits and -_.", ("str",), NAME.fullmatch)
+_name: Kind = ("a name of letters, digits and -_., 63 at the most", ("str",), NAME.fullmatch)
 _policy: Kind = (f"one of {', '.join(POLICIES)}", ("str",), POLICIES.__contains__)
 _values: Kind = (
-    "a map of texts and numbers",
+    "a map of names and their texts or numbers",
     ("map",),
-    lambda values: not any(isinstance(each, dict | list) for each in values.values()),
+    lambda values: all(
+        not isinstance(each, dict | list) and ENV.fullmatch(f"{key}\n{each}")
+        for key, each in values.items()
+    ),
 )
 _texts: Kind = (
-    "a map of texts",
+    "a map of headers and their texts",
     ("map",),
-    lambda values: all(isinstance(each, str) for each in values.values()),
+    lambda values: all(
+        isinstance(each, str) and HEADER.fullmatch(f"{key}\n{each}") for key, each in values.items()
+    ),
 )
 _data: Kind = ("a map, or one as a text of JSON", ("str", "map"), lambda _: True)
 _map: Kind = ("a map", ("map", "null"), lambda _: True)
@@ -148,6 +155,8 @@ def parse(
         config = loader.construct_document(node)
         _check_whole(config, lines)
         _normalise(config, environ, find)
+        shared = json.dumps(config, default=str, skipkeys=True, ensure_ascii=False)
+        shared.encode()  # half a character cannot be written anywhere
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise TaskError(f"{file}:{line}: cannot be read as YAML: {error.problem}") from None
@@ -156,11 +165,11 @@ def parse(
         raise TaskError(f"{file}: cannot be read as YAML: {first}") from None
     except _FaultError as fault:
         where = f"{file}:{lines.get(fault.key) or lines[fault.key.rpartition('.')[0]]}"
-        raise TaskError(f"{where}: {fault.key}{fault.key and ': '}{fault.what}") from None
+        key = repr(fault.key)[1:-1]
+        raise TaskError(f"{where}: {key}{key and ': '}{fault.what}") from None
     if not re.search(r"\{port\}|SKYPILOT_SERVE_PORT", config["run"]):
         notes.append("run: names neither {port} nor $SKYPILOT_SERVE_PORT, where it has to listen")
-    config = json.loads(json.dumps(config, default=str))
-    return Task(config), [f"{file}: {note}" for note in notes]
+    return Task(json.loads(shared)), [f"{file}: {note}" for note in notes]
 
 
 def _check(loader: yaml.SafeLoader, node: Any, key: str, lines: dict[str, int]) -> Iterator[str]:
@@ -169,15 +178,27 @@ def _check(loader: yaml.SafeLoader, node: Any, key: str, lines: dict[str, int]) 
     kind = KEYS.get(key) or (KEYS.get(f"{key.rpartition('.')[0]}.*") if key else None)
     if key == "service.readiness_probe" and tag == "str":
         kind = _text
+    if tag == "map":
+        _note_lines(node, key, lines)
     if kind is None:
         yield from _check_map(loader, node, key, lines, is_map=tag == "map")
         return
     what, tags, fits = kind
     if (tags and tag not in tags) or not fits(loader.construct_document(node)):
-        shown = f"'{node.value}' " if isinstance(node, yaml.ScalarNode) else ""
+        shown = f"{node.value[:60]!r} " if isinstance(node, yaml.ScalarNode) else ""
         raise _FaultError(key, f"{shown}is not {what}")
     if kind is _cloud or (key == "file_mounts" and node.value):
         yield f"{key}: has no effect on one machine"
+
+
+def _note_lines(node: Any, key: str, lines: dict[str, int]) -> None:
+    for name, _ in node.value:
+        if not isinstance(name, yaml.ScalarNode):
+            raise _FaultError(key, "holds a key that is no text")
+        below = f"{key}.{name.value}" if key else name.value
+        twice, lines[below] = below in lines, name.start_mark.line + 1
+        if twice:
+            raise _FaultError(below, "is there twice")
 
 
 def _check_map(
@@ -191,11 +212,8 @@ def _check_map(
     )
     for name, value in node.value:
         below = f"{prefix}{name.value}"
-        twice, lines[below] = below in lines, name.start_mark.line + 1
-        if twice:
-            raise _FaultError(below, "is there twice")
-        if str(name.value) not in known and "*" not in known:
-            near = difflib.get_close_matches(str(name.value), known, 1)
+        if name.value not in known and "*" not in known:
+            near = difflib.get_close_matches(name.value, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             raise _FaultError(below, f"no such key, {hint}")
         yield from _check(loader, value, below, lines)

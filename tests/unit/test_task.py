@@ -141,17 +141,33 @@ def test_a_run_that_cannot_know_its_port_is_noted() -> None:
         ("run: x\nservice: {}\nrun: y", "s.yaml:3: run: is there twice"),
         (
             "run: x\nservice:\n  replicas: three",
-            "s.yaml:3: service.replicas: 'three' is not a whole number, 0 or more",
+            "s.yaml:3: service.replicas: 'three' is not a whole number from 0 to 1000",
         ),
         (
             "run: x\nservice:\n  replicas: -1",
-            "s.yaml:3: service.replicas: '-1' is not a whole number, 0 or more",
+            "s.yaml:3: service.replicas: '-1' is not a whole number from 0 to 1000",
         ),
         ("run: [x]\nservice: {}", "s.yaml:1: run: is not a text"),
-        ("envs:\n  A: [1]", "s.yaml:1: envs: is not a map of texts and numbers"),
+        ("envs:\n  A: [1]", "s.yaml:1: envs: is not a map of names and their texts or numbers"),
+        ("envs: {A=B: x}", "s.yaml:1: envs: is not a map of names and their texts or numbers"),
+        ('envs: {A: "x\\0"}', "s.yaml:1: envs: is not a map of names and their texts or numbers"),
+        ("envs:\n  A: 1\n  A: 2", "s.yaml:3: envs.A: is there twice"),
+        ("? [a, b]\n: x", "s.yaml:1: holds a key that is no text"),
+        ('"\\e[31m\\n": 1', r"s.yaml:1: \x1b[31m\n: no such key, there are name"),
+        (
+            'service: {readiness_probe: {path: /, headers: {A: "b\\r\\nC: d"}}}',
+            "s.yaml:1: service.readiness_probe.headers: is not a map of headers and their texts",
+        ),
+        (
+            "service: {readiness_probe: {path: /, timeout_seconds: .inf}}",
+            "s.yaml:1: service.readiness_probe.timeout_seconds: '.inf' is not a number of seconds",
+        ),
+        (f"name: {'a' * 64}", f"s.yaml:1: name: '{'a' * 60}' is not a name of letters"),
+        (f"{LEAST}config: &a {{b: *a}}", "s.yaml: cannot be read as YAML: Circular reference"),
+        (f'{LEAST}setup: "\\ud800"', "s.yaml: cannot be read as YAML: 'utf-8' codec can't encode"),
         (
             "envs:\n  A:\nrun: x\nservice: {}",
-            "s.yaml:1: envs.A: has no value, here or in the environment",
+            "s.yaml:2: envs.A: has no value, here or in the environment",
         ),
         (
             "run: x\nservice:\n  readiness_probe: health",
