@@ -26,6 +26,7 @@ from lb import tables
 
 PATIENCE_SECONDS = 30.0
 LOOK_SECONDS = 0.1
+WIDE = 1000  # columns where there is no terminal: no name or address is cut
 
 
 class BadFileError(click.ClickException):
@@ -49,7 +50,9 @@ def up(
     loaded = _load(file)
     name = name or loaded.config.get("name") or "service"
     if not task.NAME.fullmatch(name):
-        raise click.ClickException(f"'{name}' is no name: letters, digits and -_. make one")
+        raise click.ClickException(
+            f"{name!r} is no name: up to 63 letters, digits and -_. make one"
+        )
     with _opened(state) as store, Places(state, name).locked("command"):
         places = Places(state, name)
         service = Service(
@@ -143,7 +146,7 @@ def _down(store: Store, places: Places) -> None:
 def status(name: str | None, state: Path, *, watch: bool, as_json: bool) -> None:
     """Print the tables of one service or of all; with `watch` each second, until interrupted."""
     on_terminal = sys.stdout.isatty()
-    console = Console(highlight=False, soft_wrap=not on_terminal)
+    console = Console(highlight=False, width=None if on_terminal else WIDE)
     over_itself = watch and on_terminal and not as_json
     live = Live(console=console, auto_refresh=False) if over_itself else None
     with _opened(state) as store, live or contextlib.nullcontext():
@@ -211,13 +214,12 @@ def _load(file: Path) -> Task:
 @contextlib.contextmanager
 def _opened(state: Path) -> Iterator[Store]:
     try:
-        store = Store(state)
+        with contextlib.closing(Store(state)) as store:
+            yield store
+    except BrokenPipeError:  # whoever read the output has enough of it
+        raise
     except (OSError, sqlite3.Error) as error:
         raise click.ClickException(f"--state-dir {state} cannot be used: {error}") from None
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 @contextlib.contextmanager

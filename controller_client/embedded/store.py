@@ -38,9 +38,13 @@ class Store:
         return [name for (name,) in self._db.execute("SELECT name FROM services ORDER BY name")]
 
     def get(self, name: str) -> Service | None:
+        """Raises sqlite3.DataError if another release wrote it in another form."""
         query = "SELECT state FROM services WHERE name = ?"
         row = self._db.execute(query, (name,)).fetchone()
-        return Service.from_json(row[0]) if row else None
+        try:
+            return Service.from_json(row[0]) if row else None
+        except (LookupError, TypeError, ValueError):
+            raise sqlite3.DataError(f"service {name} was written by another release") from None
 
     def add(self, service: Service) -> None:
         """Raises sqlite3.IntegrityError if there is one of this name."""

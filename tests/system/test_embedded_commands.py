@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -175,3 +177,12 @@ def test_a_state_folder_that_cannot_be_is_one_line(made: Machine) -> None:
     made.state = Path("/proc/none")
     (line,) = made.run("status", code=1)[1]
     assert line.startswith("skyserve-lb: --state-dir /proc/none cannot be used: ")
+
+
+def test_what_another_release_wrote_is_one_line(made: Machine) -> None:
+    made.run("status")
+    with contextlib.closing(sqlite3.connect(made.state / "state.db")) as database, database:
+        database.execute("INSERT INTO services VALUES ('new', '{\"of\": \"tomorrow\"}')")
+    for words in (("status",), ("down", "new")):
+        (line,) = made.run(*words, code=1)[1]
+        assert line.endswith("cannot be used: service new was written by another release")
