@@ -70,7 +70,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> Group:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
-        table.add_column(column, no_wrap=True)
+        table.add_column(column, overflow="fold")
     return table
 
 
