@@ -226,10 +226,11 @@ def down(name: str, state: Path) -> int:
 
 @commands.command()
 def demo() -> int:
-    """Show the fault and the cure on this machine.
+    """Show the fault, the cure and three updates on this machine.
 
-    Two replicas, a controller whose ready list goes empty, and the load balancer with and without
-    its grace period. Needs no cloud and no network, and takes less than a minute.
+    A ready list that goes empty, met with and without a grace period; then a service under load
+    through a count-only, a rolling and a blue-green update. Needs no cloud and no network, and takes
+    less than a minute.
     """
     from lb.demo import demo as run
 
