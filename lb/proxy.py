@@ -378,7 +378,11 @@ class Passage(Exchange):
             return
         body = self.request.body
         phase = self.left(uploading=body is not None and not body.is_eof())
-        self._proxy.metrics.client_disconnected(phase)
+        if self.client.cut_off:
+            self.outcome, self.reason = "lb_error", "shutting_down"
+            self._proxy.metrics.rejected("shutting_down")
+        else:
+            self._proxy.metrics.client_disconnected(phase)
         self._give_up_attempt()
         self._finish()
 

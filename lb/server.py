@@ -85,6 +85,7 @@ class ClientConnection(Connection):
         self.after_upgrade: bytes | None = None
         self.busy = False
         self.left = False
+        self.cut_off = False  # by us, at the end of the drain
         self.address = ""
         self.scheme = b"http"
 
@@ -481,5 +482,6 @@ class Server:
         if self._sweeper is not None:
             self._sweeper.cancel()
         for connection in tuple(self._connections):
+            connection.cut_off = True
             # An RST where an end without one might be taken for that of the answer.
             connection.abort(reset=connection.unfinished)

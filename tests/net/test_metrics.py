@@ -386,8 +386,8 @@ def test_a_request_while_every_replica_refuses(a: ScriptedReplica, start_quiet: 
 def test_every_reason_to_refuse_is_there_from_the_start_and_no_other(
     start_quiet: StartQuiet,
 ) -> None:
-    """`queue_timeout` and `shutting_down` stay at 0: nothing queues here but for a replica, and a
-    draining balancer answers whoever is connected."""
+    """`queue_timeout` stays at 0: nothing queues here but for a replica. `shutting_down` counts what is
+    cut off at the end of the drain, when nobody scrapes any more; the log has it."""
     found = samples(scrape(start_quiet()))
     reasons = {key.split()[1] for key in found if key.startswith("rejected_requests_total ")}
     assert reasons == set(REJECTED.split()) == set(get_args(RejectReason))

@@ -223,6 +223,8 @@ def test_what_is_left_when_the_time_is_over_is_cut(
             assert 1.4 < time.monotonic() - begun < 3
         (line,) = serve.log.wait_for("drain.forced")
         assert line["in_flight"] == 2
+        for line in serve.log.wait_for("request.finished", 2):
+            assert (line["outcome"], line["reason"]) == ("lb_error", "shutting_down")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
