@@ -277,7 +277,7 @@ def test_half_a_request_head_does_not_hold_the_end_up(
         started(serve)
         client.send(b"GET / HTTP/1.1\r\nHo")
         serve.signal()
-        assert serve.exit_code(3) == 0
+        assert serve.exit_code(8) == 0
 
 
 def gone(controller: FakeController) -> None:
@@ -309,7 +309,7 @@ def test_the_controller_has_no_say_in_the_end(
         serve.log.wait_for("drain.started")
         go.set()
         assert client.answer().status == 200
-        assert serve.exit_code(3) == 0
+        assert serve.exit_code(8) == 0
 
 
 @pytest.mark.parametrize("state", [gone, never_there])
@@ -323,7 +323,7 @@ def test_the_end_before_the_first_sync(
         serve.signal()
         serve.log.wait_for("drain.started")
         serve.signal()
-        assert serve.exit_code(3) == 0
+        assert serve.exit_code(8) == 0
 
 
 def test_a_request_that_waits_for_a_replica_is_answered_in_a_drain(
@@ -336,7 +336,7 @@ def test_a_request_that_waits_for_a_replica_is_answered_in_a_drain(
             serve.signal()
             refused = waiting.answer()
             assert (refused.status, refused.values(b"connection")) == (503, [b"close"])
-        assert serve.exit_code(3) == 0
+        assert serve.exit_code(8) == 0
 
 
 def test_a_kill_leaves_nothing_behind(
