@@ -38,7 +38,6 @@ class Deadlines(Generic[Item]):
         self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
 
     def _look(self) -> None:
-        self._timer = None
         now = time.monotonic()
         while self._at:
             item, at = next(iter(self._at.items()))
@@ -47,3 +46,4 @@ class Deadlines(Generic[Item]):
                 return
             del self._at[item]
             self._due(item)
+        self._timer = None  # only now: what is due may start others, which would add a timer
