@@ -114,7 +114,7 @@ class ClientConnection(Connection):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._handling is not None and not self.left:
+        if self._handling is not None and not self.left and self.tunnel is None:
             self._handling.room()
 
     def eof_received(self) -> None:

@@ -521,6 +521,30 @@ def test_no_limit_of_time_ends_a_silent_connection(
         assert client.read(10) == b"still here"
 
 
+def test_a_client_that_was_slow_for_a_while_may_be_silent_as_long_as_others(
+    replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    """That it has room again begins no limit of silence: a tunnel has none."""
+    total = 32 * MIB
+
+    async def flood(exchange: Exchange) -> None:
+        await exchange.send(bytes(total))
+        await echo(exchange)
+
+    a = replica_factory()
+    a.behave(switch(flood, protocol=b"other"))
+    balancer = start_balancer(a, stream_idle_timeout="1s")
+    with balancer.client() as client:
+        client.send(handshake("other"))
+        (connection,) = balancer.call(lambda: tuple(balancer.balancer.server._connections))
+        balancer.wait_for(lambda: connection.full)
+        assert client.answer().status == 101
+        assert len(client.read(total)) == total
+        time.sleep(2)
+        client.send(b"still here")
+        assert client.read(10) == b"still here"
+
+
 def test_the_client_ends_it(replica_factory: ReplicaFactory, start_balancer: StartBalancer) -> None:
     a = replica_factory()
     a.behave(switch(silence))
