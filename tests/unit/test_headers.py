@@ -386,6 +386,11 @@ def test_a_request_id_that_connection_names_is_replaced_by_ours() -> None:
     ]
 
 
+def test_an_answer_without_a_length_is_chunked_where_told() -> None:
+    head = response_head(200, b"OK", Fields([]), request_id=b"r", chunked=True)
+    assert lines_of(head) == [b"X-Request-Id: r", b"Transfer-Encoding: chunked"]
+
+
 def test_a_chunked_answer_has_no_length() -> None:
     headers = [(b"content-LENGTH", b"5"), (b"Transfer-Encoding", b"chunked"), (b"X-A", b"1")]
     head = response_head(200, b"OK", Fields(headers), request_id=b"r", chunked=True)
