@@ -50,7 +50,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def connected(self) -> bool:
-        return self.transport is not None
+        return self.transport is not None and not self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -145,7 +145,7 @@ class Connection(asyncio.Protocol):
 
     def has_news(self) -> bool:
         """Is anything here to be read, the end included, that the loop has not yet seen?"""
-        if self.transport is None:
+        if not self.connected:
             return True
         if self._news is None:
             self._news = self._poller(select.POLLIN | select.POLLRDHUP)

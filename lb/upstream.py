@@ -120,7 +120,7 @@ class UpstreamConnection(Connection):
         if not in_order:
             self.abort()
         elif self._keep:
-            self._pool.keep(self)
+            self._pool.take_back(self)
         else:
             self.close()
 
@@ -296,9 +296,9 @@ class UpstreamConnection(Connection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
+        self._keep = False
         if exc is not None and self._taker is not None and not self._aborted:
             self._read_rest()
-        self._keep = False
         super().connection_lost(exc)
         if self._taker is not None and self.tunnel is None and not self._complete:
             self._lose(self._taker, exc)
@@ -423,9 +423,20 @@ class Pool:
         self._metrics.connection_created(time.monotonic() - started)
         return connection
 
+    def take_back(self, connection: UpstreamConnection) -> None:
+        """The exchange of this connection is over.
+
+        Over TLS it may be used again in the next turn of the loop: while it was held, the TLS layer
+        may have taken in what nobody asked for, which `has_news` does not see, and gives it out now.
+        """
+        if self._tls is None:
+            self.keep(connection)
+        else:
+            asyncio.get_running_loop().call_soon(self.keep, connection)
+
     def keep(self, connection: UpstreamConnection) -> None:
-        """Take back a connection whose exchange is over."""
-        if self._closed:
+        """Have a connection wait for another exchange."""
+        if self._closed or not connection.connected:
             connection.close()
             return
         connection.idle_since = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import ssl
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import uvloop
 
 import lb.app
 from controller_client.testing import (
@@ -25,6 +27,9 @@ from controller_client.testing import (
 )
 from lb.app import StartError
 from lb.frames import close_frame
+from lb.metrics import Metrics
+from lb.transport import Connection
+from lb.upstream import Pool, Response
 from tests.net.conftest import StartBalancer
 from tests.net.harness import Answer, Closed, RawClient, RunningBalancer, request
 from tests.net.test_upgrades import goodbye, switch, upgraded
@@ -578,3 +583,79 @@ def test_running_tls_requests_complete_in_a_drain(
         assert (answered.status, answered.values(b"connection")) == (200, [b"close"])
         assert client.ended()
     balancer.log.wait_for("drain.finished")
+
+
+class Noted:
+    """Takes an answer."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    def answered(self, response: Response, data: bytes, ends: bool) -> None:
+        if ends:
+            self.ended.set()
+
+    def body_came(self, data: bytes, ends: bool) -> None:
+        if ends:
+            self.ended.set()
+
+    def lost(self, error: object) -> None:
+        raise AssertionError(error)
+
+
+@pytest.mark.parametrize("unasked", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"])
+def test_bytes_that_the_tls_layer_holds_are_nobodys_answer(pair: Pair, unasked: bytes) -> None:
+    """They come while a slow client holds the connection, and the kernel has them no more."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(pair.certificate, pair.key)
+    sent = asyncio.Event()
+
+    async def replica(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ngood")
+        await reader.readexactly(1)  # the connection is held
+        writer.write(unasked)
+        await writer.drain()
+        sent.set()
+        await reader.read()
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(replica, "127.0.0.1", 0, ssl=context)
+        pool = Pool(
+            f"https://localhost:{server.sockets[0].getsockname()[1]}",
+            connect_timeout=5,
+            keepalive=30,
+            tls=ssl.create_default_context(cafile=str(pair.certificate)),
+            metrics=Metrics(service="s", policy="p"),
+        )
+        try:
+            await steps(pool)
+        finally:
+            pool.close()
+            server.close()
+            await server.wait_closed()
+
+    async def steps(pool: Pool) -> None:
+        connection, client, taker = await pool.connect(), Connection(), Noted()
+        connection.begin(taker, "GET")
+        connection.flow_into(client)
+        connection.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await taker.ended.wait()
+        client.pause_writing()
+        connection.write(b"!")
+        await sent.wait()
+        await asyncio.sleep(0.05)  # for the TLS layer to take them out of the kernel
+        client.resume_writing()
+        connection.end()
+        if (reused := pool.reuse()) is not None:
+            answered = Noted()
+            reused.begin(answered, "GET")
+            await asyncio.sleep(0.05)
+            assert not answered.ended.is_set(), "it was answered before it was asked"
+            reused.end()
+        while connection.connected and not pool.idle:
+            await asyncio.sleep(0)
+        assert pool.reuse() is (None if unasked else connection)
+
+    uvloop.run(run())
