@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -44,6 +45,9 @@ _REPLICA = frozenset(
         "active_connections",
     )
 )
+# Each takes a file descriptor from the data port: those that came before the newest so many are ended.
+# A new one is always taken, so that nobody who holds many keeps probes and Prometheus out.
+MAX_CONNECTIONS = 128
 # How long those that are being answered may go on at the end; 0 would be for ever, with a page open.
 _LAST_WORDS_SECONDS = 0.1
 
@@ -87,6 +91,7 @@ class Admin:
             if content_type := _TYPES.get(file.suffix):
                 app.router.add_get(f"/page/{file.name}", _file(file, content_type))
         app.on_response_prepare.append(_add_headers)
+        self._listener: asyncio.Server | None = None
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=_LAST_WORDS_SECONDS
         )
@@ -94,14 +99,25 @@ class Admin:
     async def start(self, host: str, port: int) -> list[tuple[str, int]]:
         """Listen; the addresses bound. Raises OSError where that cannot be."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
-        await site.start()
-        addresses = [name[:2] for name in self._runner.addresses]
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(self._connect, host, port)
+        addresses = [each.getsockname()[:2] for each in self._listener.sockets]
         self._loopback = all(is_loopback(host) for host, _ in addresses)
         return addresses
 
     async def stop(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
+
+    def _connect(self) -> asyncio.Protocol:
+        """What serves the connection that comes; the oldest ones make room for it."""
+        server = self._runner.server
+        assert server is not None  # set up before it listens
+        for oldest in server.connections[: 1 - MAX_CONNECTIONS]:
+            if oldest.transport is not None:
+                oldest.transport.abort()
+        return server()
 
     async def _livez(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")

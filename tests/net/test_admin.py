@@ -24,6 +24,7 @@ from controller_client.testing import (
     hold,
 )
 from lb.access import refusal
+from lb.admin import MAX_CONNECTIONS
 from lb.app import EXIT_BAD_CONFIGURATION, StartError
 from lb.live import MAX_LISTENERS
 from tests.net import canned
@@ -476,6 +477,21 @@ def test_only_so_many_are_fed_and_a_place_that_is_left_is_free(
                     return
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_connections_that_ask_nothing_make_room_the_oldest_first(
+    start_balancer: StartBalancer,
+) -> None:
+    balancer = start_balancer()
+    with ExitStack() as stack:
+        silent = [stack.enter_context(RawClient(balancer.admin)) for _ in range(MAX_CONNECTIONS)]
+        for each in silent:
+            each.send(b"GET /livez HT")
+        assert balancer.admin_get("/livez").status == 200
+        with pytest.raises((Closed, ConnectionError)):
+            silent[0].answer()
+        silent[-1].send(b"TP/1.1\r\nHost: x\r\n\r\n")
+        assert silent[-1].answer().status == 200
 
 
 def test_one_that_does_not_read_is_cut_off_and_nothing_piles_up(
