@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Sequence
@@ -50,8 +51,8 @@ class NoAnswer(Exception):
 def show(url: str, *, watch: bool, as_json: bool) -> int:
     """Print the status of the balancer whose admin port is at `url`; the exit code.
 
-    `watch`: again and again, until interrupted, on a terminal or as JSON, a line each time. A fault is one line on stderr: exit code 1 if
-    nothing fit answers there, 2 for what is no URL.
+    `watch`: again and again, until interrupted, on a terminal or as JSON, a line each time. A fault
+    is one line on stderr: exit code 1 if nothing fit answers there, 2 for what is no URL.
     """
     try:
         address = URL.parse(url)
@@ -133,6 +134,10 @@ def fetch(url: str) -> Status:
 def _reason(error: OSError | http.client.HTTPException) -> str:
     if isinstance(error, TimeoutError):
         return f"none within {TIMEOUT_SECONDS:g} s"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):  # its `errno` is none of the system's
+        return "it speaks no TLS; try http://"
     if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
         return os.strerror(error.errno)
     if isinstance(error, OSError):

@@ -216,6 +216,14 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"http://127.0.0.1:{port}: no answer (Connection refused); " in capsys.readouterr().err
 
 
+def test_the_admin_port_by_https(
+    start_balancer: StartBalancer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"https://127.0.0.1:{start_balancer().admin[1]}"
+    assert show(url, watch=False, as_json=False) == 1
+    assert f"{url}: no answer (it speaks no TLS; try http://); " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("body", "status"), [(b"no", 200), (b"[]", 200), (b'{"about": 1}', 404), (b"{}", 200)]
 )
