@@ -219,6 +219,9 @@ def _opened(state: Path) -> Iterator[Store]:
     except BrokenPipeError:  # whoever read the output has enough of it
         raise
     except (OSError, sqlite3.Error) as error:
+        file = getattr(error, "filename", None)
+        if file is not None and not Path(file).is_relative_to(state):
+            raise  # a program that is not there
         raise click.ClickException(f"--state-dir {state} cannot be used: {error}") from None
 
 

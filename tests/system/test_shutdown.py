@@ -73,7 +73,7 @@ def test_100_idle_and_20_busy_clients(a: ScriptedReplica, fake_controller: FakeC
             assert client.ended()
         done = time.monotonic()
         assert serve.exit_code() == 0
-        assert time.monotonic() - done < 1
+        assert time.monotonic() - done < 5
         serve.log.wait_for("server.stopped")
         assert [line["event"] for line in serve.log.events[-2:]] == [
             "drain.finished",
