@@ -89,7 +89,7 @@ class UpstreamConnection(Connection):
         # Where we are in what the replica sends.
         self._receive: Callable[[bytes], None] = self._unasked
         self._parser: Any = None
-        self._stream: StreamReader  # of a chunked body
+        self._stream: Any = None  # of a chunked body
         self._method = "GET"
         self._left = 0  # of a body with a length
         self._answer_begun = False
@@ -287,12 +287,18 @@ class UpstreamConnection(Connection):
             self._keep = False
         if self._stream.is_eof():
             self._receive, self._complete = self._behind, True
-        return self._stream.read_nowait()
+        content: bytes = self._stream.read_nowait()
+        return content
 
     def _in_upgrade(self, data: bytes) -> None:
         self.after_upgrade += data
 
     # --- the ways in which an answer fails ------------------------------------------------------
+
+    def eof_received(self) -> None:
+        """The replica sends no more. Its loss would be told only when it has read all that we sent."""
+        self._keep = False
+        self._lose(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
@@ -300,9 +306,9 @@ class UpstreamConnection(Connection):
         if exc is not None and self._taker is not None and not self._aborted:
             self._read_rest()
         super().connection_lost(exc)
-        if self._taker is not None and self.tunnel is None and not self._complete:
-            self._lose(self._taker, exc)
-        self._receive = _nothing  # or the connection would be kept alive by a method of its own
+        self._lose(exc)
+        # Each of these leads back here, and would keep the connection until the next collection.
+        self._receive, self._parser, self._stream = _nothing, None, None
 
     def _read_rest(self) -> None:
         """Read what came before an RST; a loop whose write has met the RST reads no more.
@@ -320,11 +326,14 @@ class UpstreamConnection(Connection):
         except OSError:
             pass  # no more is here
 
-    def _lose(self, taker: Taker, exc: Exception | None) -> None:
+    def _lose(self, exc: Exception | None) -> None:
+        """No more can come of an answer that is under way."""
+        if self._taker is None or self._complete or self.tunnel is not None:
+            return
         clean = exc is None and not self._aborted
         if clean and self._receive == self._to_the_end:
             self._complete = True
-            taker.body_came(b"", True)
+            self._taker.body_came(b"", True)
             return
         self._fail(
             "truncated" if exc is None and self._answer_begun else "reset",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -374,6 +375,51 @@ def test_an_early_answer_reaches_a_client_that_sends_all_before_it_reads(
             assert client.ended()
 
 
+@pytest.mark.parametrize(
+    ("rest", "ends"), [(b"\r\nno", True), (b"Content-Length: 9\r\n\r\nno", False)]
+)
+def test_a_replica_that_sends_no_more_need_not_read_the_rest(
+    rest: bytes, ends: bool, replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    """Its FIN ends the answer, or cuts it, though what we have for it is never read."""
+    stalled, over = threading.Event(), threading.Event()
+
+    async def until(event: threading.Event) -> None:
+        while not event.is_set():
+            await asyncio.sleep(0.005)  # Exchange.wait would read
+
+    async def half_close(exchange: Exchange) -> None:
+        await until(stalled)
+        await exchange.send(b"HTTP/1.1 413 Too Large\r\n" + rest)
+        exchange._connection._sock.shutdown(socket.SHUT_WR)
+        await until(over)
+
+    a = replica_factory()
+    a.behave(half_close)
+    balancer = start_balancer(a)
+
+    def is_full() -> bool:
+        pools = balancer.balancer._pools._pools.values()
+        return any(connection.full for pool in pools for connection in pool._open)
+
+    with balancer.client() as client:
+        client.send(EARLY_HEAD)
+        client.sock.setblocking(False)
+        while not balancer.call(is_full):
+            with suppress(BlockingIOError):
+                client.sock.send(BLOCK[:65536])
+        client.sock.settimeout(20)
+        stalled.set()
+        if ends:
+            assert client.answer().body == b"no"
+        else:
+            with pytest.raises(Closed) as caught:
+                client.answer()
+            assert caught.value.reset
+        over.set()
+    assert balancer.metric("upstream_errors_total", reason="truncated") == (0 if ends else 1)
+
+
 def test_what_a_replica_answered_is_read_though_writing_to_it_fails(
     replica_factory: ReplicaFactory, start_balancer: StartBalancer
 ) -> None:
@@ -401,6 +447,7 @@ def test_what_a_replica_answered_is_read_though_writing_to_it_fails(
         blocked.join()
         assert client.answer().status == 413
     assert balancer.metric("upstream_errors_total") == 0
+    assert balancer.call(balancer.balancer._pools.connections) == {"idle": 0, "active": 0}
 
 
 def test_an_answer_before_the_end_of_a_slow_upload_is_passed_on_at_once(
@@ -522,8 +569,13 @@ def test_a_connection_with_half_a_request_on_it_is_never_used_again(
 ) -> None:
     """The replica has answered; the upload fails while the client has not yet read the answer."""
 
+    # Two parts: what comes when the client is full would be left with the replica.
+    nearly_full = threading.Event()
+
     async def answers_without_reading(exchange: Exchange) -> None:
-        await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 150000\r\n\r\n" + b"y" * 150_000)
+        await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 76000\r\n\r\n" + b"y" * 60_000)
+        await exchange.wait_for(nearly_full)
+        await exchange.send(b"y" * 16_000)
 
     a = replica_factory()
     balancer = start_balancer(a)
@@ -533,11 +585,17 @@ def test_a_connection_with_half_a_request_on_it_is_never_used_again(
         balancer.call(lambda: shrink_send_buffers(balancer))
         a.behave(answers_without_reading)
         client.send(CHUNKED_HEAD + framed(b"begun"))
-        a.wait_for(lambda: a.requests and a.requests[0].answered_at)
-        balancer.wait_for(lambda: next(iter(balancer.balancer.proxy.running)).bytes_out == 150_000)
+
+        def passed_on() -> int:
+            return next(iter(balancer.balancer.proxy.running)).bytes_out
+
+        a.wait_for(lambda: a.requests)
+        balancer.wait_for(lambda: passed_on() == 60_000)
+        nearly_full.set()
+        balancer.wait_for(lambda: passed_on() == 76_000)
         client.send(b"zz\r\n")
         balancer.wait_for(lambda: connections_of(balancer)[0]._fault)
-        assert client.answer().body == b"y" * 150_000
+        assert client.answer().body == b"y" * 76_000
     balancer.wait_for(lambda: not balancer.balancer.proxy.running)
     assert balancer.get().status == 200
     a.wait_for(lambda: a.requests[0].peer_closed_at)
