@@ -84,7 +84,6 @@ class ClientConnection(Connection):
         self._ignored = 0
         self.after_upgrade: bytes | None = None
         self.busy = False
-        self.left = False
         self.cut_off = False  # by us, at the end of the drain
         self.address = ""
         self.scheme = b"http"
@@ -104,17 +103,17 @@ class ClientConnection(Connection):
             asyncio.get_running_loop().call_later(LINGER_REFUSED_SECONDS, self.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.left = True
         self._server.forget(self)
         self._requests.clear()
         super().connection_lost(exc)
         if self._handling is not None:
             self._handling.client_left()
-        self._receive = _nothing  # or the connection would be kept alive by a method of its own
+        # Each of these leads back here, and would keep the connection until the next collection.
+        self._receive, self._parser, self._body = _nothing, None, None
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._handling is not None and not self.left and self.tunnel is None:
+        if self._handling is not None and self.connected and self.tunnel is None:
             self._handling.room()
 
     def eof_received(self) -> None:
@@ -149,8 +148,8 @@ class ClientConnection(Connection):
         request = self._request
         assert request is not None
         self._handling = self._request = None
-        if self.left or self.tunnel is not None:
-            return
+        if not self.connected or self.tunnel is not None:
+            return  # its loss is still to be told, if it was aborted
         if request.body is not None and not request.body.is_eof():
             self._linger()
         elif not request.keep_alive or self._server.draining:
@@ -218,8 +217,8 @@ class ClientConnection(Connection):
     def _in_head(self, data: bytes) -> bytes:
         """Up to the end of a head: within one piece the parser would drop what follows that of an
         upgrade, and forget the requests ahead of a bad one."""
-        if data[0] in b"\r\n":  # it may be the rest of an end
-            end = LINE_ENDS.match(data).end()  # type: ignore[union-attr]
+        if data[0] in b"\r\n":  # within a head it may be the rest of its end, and no byte more
+            end = 1 if self._head_bytes else LINE_ENDS.match(data).end()  # type: ignore[union-attr]
         else:
             found = data.find(END_OF_HEAD)
             end = len(data) if found < 0 else found + len(END_OF_HEAD)
@@ -306,8 +305,7 @@ class ClientConnection(Connection):
             self._chunks = ChunkScanner()
             self._receive = self._in_chunks
         elif request.length is not None:
-            # The end of the head may have come in two pieces, the second with the body's first bytes.
-            self._left = int(request.length) - body.total_bytes
+            self._left = int(request.length)
             if self._left:
                 self._receive = self._in_body
         self._requests.append(request)
@@ -461,10 +459,11 @@ class Server:
         return sum(connection.unfinished for connection in self._connections)
 
     def _sweep(self) -> None:
+        # First, so that a fault of ours in one check would not be the last of all checks.
+        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
         now = time.monotonic()
         for connection in tuple(self._connections):
             connection.check(now)
-        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
 
     def stop_listening(self) -> None:
         """Accept no more connections."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +57,12 @@ class Wire(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return False
+
+    def setsockopt(self, *option: Any) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -148,6 +156,40 @@ async def test_requests_sent_ahead_cut_anywhere(quiet_descriptor: int) -> None:
             bench.upstream.data_received(ANSWERS[0])
         assert bench.to_client.written.count(b"HTTP/1.1 200 OK") == 2, f"cut at {cut}"
         bench.to_client.written = b""
+
+
+@pytest.mark.anyio
+async def test_an_upgrade_cut_anywhere(quiet_descriptor: int) -> None:
+    """What comes right behind its head is the other protocol's, a line end too."""
+    head = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: other\r\n\r\n"
+    early = b"\r\n\r\nearly"
+    for cut in range(1, len(head + early)):
+        bench = Bench(quiet_descriptor)
+        bench.client.data_received((head + early)[:cut])
+        bench.client.data_received((head + early)[cut:])
+        bench.upstream.data_received(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: other\r\n\r\n")
+        assert bench.to_replica.written.endswith(b"\r\n\r\n" + early), f"cut at {cut}"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("request_", REQUESTS, ids=["get", "length", "chunks", "empty"])
+@pytest.mark.parametrize("answer", [b"", ANSWERS[1][:-20], *ANSWERS[:2]])
+async def test_a_lost_connection_is_freed_at_once(
+    request_: bytes, answer: bytes, quiet_descriptor: int
+) -> None:
+    """Not at the next collection of garbage, which may be long after many clients have come."""
+    bench = Bench(quiet_descriptor)
+    bench.client.data_received(request_)
+    bench.upstream.data_received(answer)
+    bench.client.connection_lost(None)
+    bench.upstream.connection_lost(None)
+    left = weakref.ref(bench.client), weakref.ref(bench.upstream)
+    gc.disable()
+    try:
+        del bench.client, bench.upstream
+        assert [each() for each in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.anyio

@@ -281,6 +281,23 @@ def test_the_death_of_a_replica_never_looks_like_a_clean_end(
     assert not b.requests, "it was sent again after the commit point"
 
 
+def test_what_was_sent_ahead_of_a_cut_answer_is_not_begun(
+    replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    a, gate = replica_factory(), threading.Event()
+    a.behave(dies("length", "fin", gate))
+    balancer = start_balancer(a)
+    with balancer.client() as client:
+        client.send(request() + request("POST", "/never", body=b"x"))
+        client.read_until(b"half")
+        gate.set()
+        with pytest.raises(Closed):
+            client.read(100)
+    balancer.wait_for(lambda: not len(balancer.balancer.server))
+    assert [each.target for each in a.requests] == [b"/"]
+    assert balancer.metric("requests_total") == 1
+
+
 @pytest.mark.parametrize(("framing", "how"), DEATHS)
 @pytest.mark.parametrize("version", ["--http1.1", "--http1.0"])
 def test_curl_tells_that_the_answer_was_cut(
