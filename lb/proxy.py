@@ -189,7 +189,9 @@ class Passage(Exchange):
             connection = await pool.connect()
         except ConnectFailed as error:
             self.connect_seconds += time.monotonic() - started
-            self.lost(error)
+            # Given up in the turn in which its time was over: Python 3.10 tells of the latter alone.
+            if not lease.released:
+                self.lost(error)
         except Exception as error:
             self.unforeseen(error)
         else:

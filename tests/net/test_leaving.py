@@ -31,6 +31,8 @@ from controller_client.testing import (
     stall,
     stream,
 )
+from lb.errors import ConnectFailed
+from lb.upstream import Pool, UpstreamConnection
 from tests.net.conftest import StartBalancer
 from tests.net.harness import RawClient, RunningBalancer, request
 
@@ -196,6 +198,32 @@ def test_a_client_that_leaves_while_a_connect_hangs(
         balancer.wait_for(lambda: not balancer.balancer.proxy.running, SECONDS_TO_NOTICE)
     assert balancer.metric("client_disconnects_total", phase="before_head") == 1
     assert balancer.metric("upstream_errors_total") == 0
+
+
+def test_a_client_that_leaves_just_as_a_connect_runs_out_of_time(
+    replica_factory: ReplicaFactory, start_balancer: StartBalancer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.10 tells the one for the other then, and no replica may be asked any more."""
+    begun = threading.Event()
+
+    async def connect(pool: Pool) -> UpstreamConnection:
+        begun.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            raise ConnectFailed("connect_timeout", "in the same turn") from None
+        raise AssertionError
+
+    a = replica_factory()
+    balancer = start_balancer(a)
+    with monkeypatch.context() as patched:
+        patched.setattr(Pool, "connect", connect)
+        with balancer.client() as client:
+            client.send(request())
+            assert begun.wait(10)
+        balancer.log.wait_for("request.finished")
+    assert balancer.in_flight() == 0
+    assert balancer.metric("retries_total") == 0
 
 
 @every_way
