@@ -569,13 +569,15 @@ def test_a_connection_with_half_a_request_on_it_is_never_used_again(
 ) -> None:
     """The replica has answered; the upload fails while the client has not yet read the answer."""
 
-    # Two parts: what comes when the client is full would be left with the replica.
-    nearly_full = threading.Event()
+    # In parts, for what comes when the client is full is left with the replica: the kernel takes the
+    # first, the balancer has the second, and with the third the client is full.
+    parts, turns = (60_000, 60_000, 30_000), [threading.Event() for _ in range(3)]
 
     async def answers_without_reading(exchange: Exchange) -> None:
-        await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 76000\r\n\r\n" + b"y" * 60_000)
-        await exchange.wait_for(nearly_full)
-        await exchange.send(b"y" * 16_000)
+        await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 150000\r\n\r\n")
+        for part, turn in zip(parts, turns, strict=True):
+            await exchange.wait_for(turn)
+            await exchange.send(b"y" * part)
 
     a = replica_factory()
     balancer = start_balancer(a)
@@ -590,12 +592,12 @@ def test_a_connection_with_half_a_request_on_it_is_never_used_again(
             return next(iter(balancer.balancer.proxy.running)).bytes_out
 
         a.wait_for(lambda: a.requests)
-        balancer.wait_for(lambda: passed_on() == 60_000)
-        nearly_full.set()
-        balancer.wait_for(lambda: passed_on() == 76_000)
+        for sent, turn in zip((60_000, 120_000, 150_000), turns, strict=True):
+            turn.set()
+            balancer.wait_for(lambda sent=sent: passed_on() == sent)  # type: ignore[misc]
         client.send(b"zz\r\n")
         balancer.wait_for(lambda: connections_of(balancer)[0]._fault)
-        assert client.answer().body == b"y" * 76_000
+        assert client.answer().body == b"y" * 150_000
     balancer.wait_for(lambda: not balancer.balancer.proxy.running)
     assert balancer.get().status == 200
     a.wait_for(lambda: a.requests[0].peer_closed_at)
