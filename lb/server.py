@@ -119,7 +119,9 @@ class ClientConnection(Connection):
     def eof_received(self) -> None:
         """A client that sends no more counts as one that left: a gone one sends that much, too."""
         if self.busy:
-            self.abort()  # a close would wait for it to read what we have written
+            # A close would wait for it to read what we have written. Where it does read on, half of
+            # an answer must not look like all of it.
+            self.abort(reset=self._handling is not None and self.tunnel is None)
 
     def close(self) -> None:
         """Close as soon as all is sent; where the client does not take it, in a while all the same."""
@@ -347,7 +349,7 @@ class ClientConnection(Connection):
             pass  # what it sent before it left is still on its way to the replica
         elif self._reading_held:
             if self.has_hung_up():
-                self.abort()
+                self.eof_received()
         elif self.busy or self._requests or self._fault is not None:
             pass
         elif self._head_bytes and now - self._since >= self._server.header_timeout:

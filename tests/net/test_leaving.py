@@ -34,7 +34,7 @@ from controller_client.testing import (
 from lb.errors import ConnectFailed
 from lb.upstream import Pool, UpstreamConnection
 from tests.net.conftest import StartBalancer
-from tests.net.harness import RawClient, RunningBalancer, request
+from tests.net.harness import Closed, RawClient, RunningBalancer, request
 
 SECONDS_TO_NOTICE = 1.0
 LONG_POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
@@ -224,6 +224,22 @@ def test_a_client_that_leaves_just_as_a_connect_runs_out_of_time(
         balancer.log.wait_for("request.finished")
     assert balancer.in_flight() == 0
     assert balancer.metric("retries_total") == 0
+
+
+def test_a_client_that_half_closes_and_reads_on_is_not_told_that_half_is_all(
+    replica_factory: ReplicaFactory, start_balancer: StartBalancer
+) -> None:
+    """To HTTP/1.0 the end of the connection is the end of the answer."""
+    a = replica_factory()
+    a.behave(stream([b"half", threading.Event()]))
+    balancer = start_balancer(a)
+    with balancer.client() as client:
+        client.send(b"GET / HTTP/1.0\r\n\r\n")
+        client.read_until(b"half")
+        half_closes(client)
+        with pytest.raises(Closed) as caught:
+            client.read(1)
+        assert caught.value.reset
 
 
 @every_way
