@@ -86,14 +86,6 @@ class Fields:
         return list(map(b": ".join, self.pairs))
 
 
-def first(headers: RawHeaders, name: bytes) -> bytes | None:
-    """The value of the first header of this (lower-case) name."""
-    for key, value in headers:
-        if key.lower() == name:
-            return value
-    return None
-
-
 def upgrade_protocol(fields: Fields) -> bytes | None:
     """What the client wants to upgrade to, if it asks for that properly (RFC 9110, section 7.8)."""
     wanted = fields.first.get(b"upgrade")

@@ -137,7 +137,7 @@ class Passage(Exchange):
         proxy.walls.start(self, now)
         self._budget = RetryBudget(proxy.retry_policy, now, proxy.jitter)
         if proxy.sticky is not None:
-            self.session = session_of(self.request.fields.pairs, proxy.sticky)
+            self.session = session_of(self.request.fields, proxy.sticky)
         self._choose()
 
     # --- attempts, up to the commit point -------------------------------------------------------
@@ -248,7 +248,7 @@ class Passage(Exchange):
             self._set_aside(lease, error)
         self._give_up_attempt()
         request = self.request
-        safe = is_safe_to_resend(request.method, (name for name, _ in request.fields.pairs))
+        safe = is_safe_to_resend(request.method, request.fields.names)
         if not self._budget.may_resend(error, safe=safe, body_complete=self._upload.can_restart):
             self._answer(error)
             return

@@ -6,7 +6,7 @@ Pure: the time is passed in as `now` (seconds of a monotonic clock).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Container
 from dataclasses import dataclass
 
 from lb.errors import AttemptError, Resend
@@ -32,11 +32,9 @@ class RetryPolicy:
     no_replica_wait: float
 
 
-def is_safe_to_resend(method: str, header_names: Iterable[bytes]) -> bool:
-    """Does sending the request twice do what sending it once does?"""
-    return method in IDEMPOTENT_METHODS or any(
-        name.lower() == b"idempotency-key" for name in header_names
-    )
+def is_safe_to_resend(method: str, header_names: Container[bytes]) -> bool:
+    """Does sending the request twice do what sending it once does? The names are in lower case."""
+    return method in IDEMPOTENT_METHODS or b"idempotency-key" in header_names
 
 
 class RetryBudget:

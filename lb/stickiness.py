@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
-from lb.headers import RawHeaders, first
+from lb.headers import Fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,16 @@ class Sticky:
     name: str
 
 
-def session_of(headers: RawHeaders, sticky: Sticky) -> bytes | None:
+def session_of(fields: Fields, sticky: Sticky) -> bytes | None:
     """The session that a request belongs to; None if it names none."""
     name = sticky.name.encode()
     if sticky.source == "header":
-        return first(headers, name.lower()) or None
-    for key, value in headers:
-        if key.lower() == b"cookie":
-            for pair in value.split(b";"):
-                cookie, _, content = pair.strip().partition(b"=")
-                if cookie == name and content:
-                    return content
+        return fields.first.get(name.lower()) or None
+    for value in fields.all(b"cookie"):
+        for pair in value.split(b";"):
+            cookie, _, content = pair.strip().partition(b"=")
+            if cookie == name and content:
+                return content
     return None
 
 

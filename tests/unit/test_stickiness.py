@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lb.headers import Fields
 from lb.policies import POLICIES
 from lb.replicas import ReplicaTable
 from lb.settings import SettingsError, load
@@ -34,7 +35,7 @@ class Entry:
 def test_where_the_session_is_found(
     sticky: Sticky, headers: list[tuple[bytes, bytes]], session: bytes | None
 ) -> None:
-    assert session_of(headers, sticky) == session
+    assert session_of(Fields(headers), sticky) == session
 
 
 def test_sessions_are_spread_and_move_only_with_their_replica() -> None:
