@@ -201,7 +201,7 @@ class Passage(Exchange):
     @guarded
     def connected(self, connection: UpstreamConnection, lease: Lease) -> None:
         """The new connection is open."""
-        self._task = None
+        self._task, self._connection = None, connection
         if self._proxy.table.connected(lease):
             self._restored(lease.replica)
         self._send(connection)
