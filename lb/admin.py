@@ -58,8 +58,8 @@ class Admin:
     """Serves `/livez`, `/readyz`, `/metrics`, `/replicas`, and POST `/drain`; for people the page at
     `/`, which reads `/status` and, again and again, `/events`.
 
-    `not_ready` says why the balancer should get no new clients, or None; `snapshot` is what is known
-    of it; `render_metrics` is the exposition text; `drain` begins to shut down. With a `token` only
+    `not_ready` says why the balancer should get no new clients, or None; `refresh` gets what follows
+    up to date; `snapshot` is what is known of it; `render_metrics` is the exposition text; `drain` begins to shut down. With a `token` only
     who has it may drain.
     """
 
@@ -67,12 +67,14 @@ class Admin:
         self,
         *,
         not_ready: Callable[[], str | None],
+        refresh: Callable[[], Awaitable[None]],
         snapshot: Callable[[], Snapshot],
         render_metrics: Callable[[], bytes],
         drain: Callable[[], None],
         token: Token | None = None,
     ) -> None:
         self._not_ready = not_ready
+        self._refresh = refresh
         self._snapshot = snapshot
         self._render_metrics = render_metrics
         self._drain = drain
@@ -129,11 +131,13 @@ class Admin:
         return web.Response(status=503, text=reason + "\n")
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        await self._refresh()
         return web.Response(
             body=self._render_metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
     async def _replicas(self, _: web.Request) -> web.Response:
+        await self._refresh()
         rows = [
             {key: value for key, value in each.items() if key in _REPLICA}
             for each in self._snapshot()["replicas"]
@@ -141,6 +145,7 @@ class Admin:
         return _json(json.dumps({"replicas": rows}, indent=2))
 
     async def _status(self, _: web.Request) -> web.Response:
+        await self._refresh()
         return _json(self._render_status())
 
     def _render_status(self) -> str:

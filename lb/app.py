@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Coroutine
@@ -21,40 +20,23 @@ import uvloop
 from controller_client.client import ControllerClient
 from lb.access import Token, is_loopback, why
 from lb.admin import Admin
-from lb.arrivals import Arrivals
-from lb.certificates import ServerCertificate, describe, describe_ca, replica_context
-from lb.errors import BadRequest, Rejected
+from lb.certificates import load_tls
+from lb.dataplane import WATCH_SECONDS, DataPlane
+from lb.errors import EXIT_BAD_CONFIGURATION, EXIT_NO_PORT, StartError
 from lb.facts import Facts
 from lb.logs import Log
 from lb.metrics import Metrics
-from lb.policies import POLICIES
-from lb.proxy import Proxy
-from lb.replicas import ReplicaTable
-from lb.server import Server
+from lb.plane import Plane
 from lb.settings import Settings
 from lb.syncer import Syncer
-from lb.upstream import Pools
-from lb.wakeup import Wakeup
+from lb.workers import Workers
 
 EXIT_OK = 0
-EXIT_BAD_CONFIGURATION = 2
-EXIT_NO_PORT = 3
 
-# How long a draining balancer still takes requests that were on their way when it was told to end.
-LAST_CALL_SECONDS = 1.0
 LAST_REPORT_SECONDS = 0.5
-WATCH_SECONDS = 0.5
 STDERR = 2
 
 _FAULTS_OF_A_PORT = frozenset({errno.EADDRINUSE, errno.EACCES})
-
-
-class StartError(Exception):
-    """The balancer cannot start; `str` is one line for the operator."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 class Balancer:
@@ -64,71 +46,50 @@ class Balancer:
         """Raises `StartError` for files that cannot be used."""
         self._settings = settings
         self._log = log
+        self._drain_asked = asyncio.Event()
+        self._forced = asyncio.Event()
         self.metrics = Metrics(service=settings.service_name, policy=settings.policy, mode=mode)
-        self._certificate, replica_tls = _tls(settings, log)
+        self._certificate, replica_tls = load_tls(settings, log)
         self._token = _token(settings, log)
-        self._files = [each for each in (self._certificate, self._token) if each is not None]
-        self._arrivals = Arrivals()
-        replicas_changed = Wakeup()
-        self.table = ReplicaTable(
-            POLICIES[settings.policy](settings.target_qps),
-            grace_period=settings.grace_period,
-            drain_timeout=settings.drain_timeout,
-        )
-        self._pools = Pools(
-            connect_timeout=settings.connect_timeout,
-            keepalive=settings.upstream_keepalive,
-            tls=replica_tls,
-            metrics=self.metrics,
-        )
-        self.proxy = Proxy(
-            settings,
-            table=self.table,
-            pools=self._pools,
-            arrivals=self._arrivals,
-            replicas_changed=replicas_changed,
-            metrics=self.metrics,
-            log=log,
-        )
-        self.server = Server(
-            self.proxy.handle,
-            header_timeout=settings.header_timeout,
-            keepalive_timeout=settings.keepalive_timeout,
-            max_connections=settings.max_connections,
-            refused=self._refused,
-        )
+        self.plane: Plane
+        if settings.workers > 1:
+            self.plane = Workers(
+                settings, certificate=self._certificate, metrics=self.metrics, log=log
+            )
+        else:
+            self.plane = DataPlane(
+                settings,
+                certificate=self._certificate,
+                replica_tls=replica_tls,
+                metrics=self.metrics,
+                log=log,
+            )
         self._client = ControllerClient(settings.controller_url)
         self._syncer = Syncer(
             self._client.sync,
             interval=settings.sync_interval,
-            table=self.table,
-            pools=self._pools,
-            arrivals=self._arrivals,
-            replicas_changed=replicas_changed,
+            replicas=self.plane,
             metrics=self.metrics,
             log=log,
-            on_first_answer=self._first_answer,
         )
         self._read_gauges()
         self._facts = Facts(
             settings,
             mode,
             metrics=self.metrics,
-            table=self.table,
-            pools=self._pools,
+            plane=self.plane,
             not_ready=self._not_ready,
             sync=lambda: self._syncer.state,
             events=log.recent,
         )
         self._admin = Admin(
             not_ready=self._not_ready,
+            refresh=self.plane.refresh,
             snapshot=self._facts.snapshot,
             render_metrics=self.metrics.render,
             drain=self.drain,
             token=self._token,
         )
-        self._drain_asked = asyncio.Event()
-        self._forced = asyncio.Event()
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -136,9 +97,10 @@ class Balancer:
         """Serve until told to end, then drain. Raises `StartError` for a port that cannot be bound."""
         try:
             await self._start()
-            # If the syncer dies, all ends: a balancer that no longer syncs is worse than none.
+            # If one of these dies, all ends: a balancer that no longer syncs is worse than none.
             async with anyio.create_task_group() as background:
                 background.start_soon(self._syncer.run)
+                background.start_soon(self.plane.run)
                 background.start_soon(self._watch)
                 await self._drain_asked.wait()
                 await self._drain()
@@ -149,17 +111,12 @@ class Balancer:
 
     async def _start(self) -> None:
         settings = self._settings
-        tls = self._certificate.context if self._certificate else None
         admin = await _bind(
             self._admin.start(settings.admin_host, settings.admin_port),
             (settings.admin_host, settings.admin_port),
             "admin-",
         )
-        address = await _bind(
-            self.server.start(settings.host, settings.port, tls),
-            (settings.host, settings.port),
-            "",
-        )
+        address = await _bind(self.plane.start(), (settings.host, settings.port), "")
         self._log.info(
             "server.started",
             address=address,
@@ -177,119 +134,76 @@ class Balancer:
 
     async def _drain(self) -> None:
         """Let what runs finish, within the drain time-out and unless forced."""
-        self.server.drain_begun.set()
-        self._log.info("drain.started", in_flight=self.server.unfinished)
-        with anyio.move_on_after(self._settings.drain_timeout):
-            await self._until_forced(LAST_CALL_SECONDS)
-            self.server.stop_listening()
-            while self.server.unfinished and not self._forced.is_set():
-                self.server.close_idle()
-                await self._until_forced(0.05)
-        self.server.stop_listening()
-        if left := self.server.unfinished:
+        await self.plane.refresh()
+        self._log.info("drain.started", in_flight=self.plane.unfinished)
+        if left := await self.plane.drain(self._forced):
             self._log.warning("drain.forced", in_flight=left)
         else:
             self._log.info("drain.finished")
 
     async def _report_rest(self) -> None:
         """Tell the autoscaler of the arrivals since the last sync, so that an exit is no dip in demand."""
-        if len(self._arrivals) and not self._forced.is_set():
+        if len(self.plane.arrivals) and not self._forced.is_set():
             with anyio.move_on_after(LAST_REPORT_SECONDS):
                 await self._syncer.sync_once()
 
-    async def _until_forced(self, seconds: float) -> None:
-        with anyio.move_on_after(seconds):
-            await self._forced.wait()
-
     async def _stop(self) -> None:
-        self.server.close_idle()
-        self.server.abort_all()
-        self._pools.close_all()
+        await self.plane.close()
         await self._client.aclose()
         await self._admin.stop()
 
     async def _watch(self) -> None:
-        """Measure how late the loop is, keep the history, look after the files that may change."""
+        """Keep the history, look after the token, which may change."""
         while True:
-            due = time.monotonic() + WATCH_SECONDS
             await anyio.sleep(WATCH_SECONDS)
-            self.metrics.loop_lag(max(0.0, time.monotonic() - due))
-            self.metrics.fold()
+            await self.plane.refresh()
             self._facts.sample()
-            for file in self._files:
-                file.reload_if_changed()
+            if self._token is not None:
+                self._token.reload_if_changed()
 
     def reload(self) -> None:
         """Read certificate and token again."""
-        for file in self._files:
-            file.reload()
+        self.plane.reload()
+        if self._token is not None:
+            self._token.reload()
 
     # --- what the parts tell and ask ------------------------------------------------------------
 
-    def _first_answer(self) -> None:
-        self.proxy.synced = True
-
-    def _refused(self, error: BadRequest | Rejected) -> None:
-        """A client was refused before it made a request."""
-        self.metrics.rejected(error.reason)
-        self.metrics.request_finished(
-            (error.outcome, error.status, "other", 0.0, None, None, 0, 0, "")
-        )
-        if self._settings.access_log != "off":
-            self._log.info(
-                "request.refused", status=error.status, reason=error.reason, cause=error.detail
-            )
-
     def _not_ready(self) -> str | None:
-        if self.server.draining:
+        if self._drain_asked.is_set():
             return "draining"
-        if not self.proxy.synced:
+        if not self._syncer.answered:
             return "the controller has not answered yet"
-        if not self.table.routable():
+        if not self.plane.table.routable():
             return "no routable replica"
         return None
 
     def _read_gauges(self) -> None:
-        gauges, running = self.metrics.gauges, self.proxy.running
-        gauges.replicas = self.table.counts
-        gauges.replica_inflight = lambda: {
-            self._pools[replica].name: replica.inflight for replica in self.table
-        }
-        gauges.pool_connections = self._pools.connections
-        gauges.inflight = lambda: len(running)
+        gauges, plane = self.metrics.gauges, self.plane
+        gauges.replicas = plane.table.counts
+        gauges.replica_inflight = lambda: {each.name: each.inflight for each in plane.table}
+        gauges.pool_connections = self._pool_connections
+        gauges.inflight = lambda: plane.in_flight
         gauges.inflight_oldest_seconds = lambda: (
-            time.monotonic() - next(iter(running)).request.arrived if running else 0.0
+            0.0 if plane.oldest_arrival is None else time.monotonic() - plane.oldest_arrival
         )
-        gauges.arrivals_pending = lambda: len(self._arrivals)
+        gauges.arrivals_pending = lambda: len(plane.arrivals)
         gauges.arrivals_dropped = lambda: {
-            "overflow": self._arrivals.dropped_overflow,
-            "expired": self._arrivals.dropped_expired,
+            "overflow": plane.arrivals.dropped_overflow,
+            "expired": plane.arrivals.dropped_expired,
         }
-        gauges.draining = lambda: self.server.draining
+        gauges.draining = self._drain_asked.is_set
         gauges.certificate_not_after = lambda: (
             self._certificate.not_after if self._certificate else None
         )
         gauges.now = time.monotonic
 
-
-def _tls(settings: Settings, log: Log) -> tuple[ServerCertificate | None, ssl.SSLContext]:
-    try:
-        certificate = None
-        if settings.tls_keyfile and settings.tls_certfile:
-            certificate = ServerCertificate(settings.tls_keyfile, settings.tls_certfile, log)
-    except (OSError, ValueError) as error:
-        raise StartError(
-            f"--tls-certfile {settings.tls_certfile}, --tls-keyfile {settings.tls_keyfile}: "
-            f"{describe(error)}",
-            EXIT_BAD_CONFIGURATION,
-        ) from None
-    try:
-        context = replica_context(ca=settings.upstream_ca, insecure=settings.upstream_insecure)
-    except OSError as error:
-        raise StartError(
-            f"--upstream-ca {settings.upstream_ca}: {describe_ca(error)}", EXIT_BAD_CONFIGURATION
-        ) from None
-    return certificate, context
+    def _pool_connections(self) -> dict[str, int]:
+        open_ones = [self.plane.connections(replica) for replica in self.plane.table]
+        return {
+            "idle": sum(idle for idle, _ in open_ones),
+            "active": sum(active for _, active in open_ones),
+        }
 
 
 def _token(settings: Settings, log: Log) -> Token | None:

@@ -6,7 +6,9 @@ import os
 import ssl
 from pathlib import Path
 
+from lb.errors import EXIT_BAD_CONFIGURATION, StartError
 from lb.logs import Log
+from lb.settings import Settings
 from lb.validity import not_after
 
 ALPN = ["http/1.1"]
@@ -87,3 +89,24 @@ def replica_context(*, ca: str | None, insecure: bool) -> ssl.SSLContext:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
+
+
+def load_tls(settings: Settings, log: Log) -> tuple[ServerCertificate | None, ssl.SSLContext]:
+    """The certificate for clients, if there is one, and how replicas are trusted. Raises StartError."""
+    try:
+        certificate = None
+        if settings.tls_keyfile and settings.tls_certfile:
+            certificate = ServerCertificate(settings.tls_keyfile, settings.tls_certfile, log)
+    except (OSError, ValueError) as error:
+        raise StartError(
+            f"--tls-certfile {settings.tls_certfile}, --tls-keyfile {settings.tls_keyfile}: "
+            f"{describe(error)}",
+            EXIT_BAD_CONFIGURATION,
+        ) from None
+    try:
+        context = replica_context(ca=settings.upstream_ca, insecure=settings.upstream_insecure)
+    except OSError as error:
+        raise StartError(
+            f"--upstream-ca {settings.upstream_ca}: {describe_ca(error)}", EXIT_BAD_CONFIGURATION
+        ) from None
+    return certificate, context

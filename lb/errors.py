@@ -1,4 +1,5 @@
-"""The error tree of the data path: whose fault, may it be sent again, and which status the client is told.
+"""The error tree of the data path: whose fault, may it be sent again, and which status the client is told;
+and why a balancer cannot start.
 
 Pure. `lb.upstream` turns what the operating system, the TLS layer and the HTTP parser raise into
 these; nothing above it sees any other kind.
@@ -8,6 +9,10 @@ from __future__ import annotations
 
 from enum import Enum
 from typing import ClassVar, Literal
+
+# Of the process.
+EXIT_BAD_CONFIGURATION = 2
+EXIT_NO_PORT = 3
 
 # How a request ended, and whose fault that is.
 Outcome = Literal["ok", "client_error", "upstream_error", "lb_error", "client_closed"]
@@ -150,3 +155,11 @@ class ResponseCut(Exception):
         super().__init__(detail)
         self.reason = reason
         self.detail = detail
+
+
+class StartError(Exception):
+    """The balancer cannot start; `str` is one line for the operator."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypedDict
 
 KEPT = 100
@@ -28,6 +28,16 @@ class RecentEvents:
 
     def __iter__(self) -> Iterator[EventFacts]:
         return iter(self._events)
+
+    def take(self) -> list[EventFacts]:
+        """All of them; none are left."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def extend(self, events: Iterable[EventFacts]) -> None:
+        """Those that another process has kept."""
+        self._events.extend(events)
 
     def add(self, at: float, level: str, event: str, fields: Mapping[str, object]) -> None:
         texts = {name: _text(value) for name, value in fields.items() if value is not None}

@@ -9,11 +9,11 @@ from lb import __version__
 from lb.events import RecentEvents
 from lb.history import Counts, History
 from lb.metrics import DURATION, FIRST_BYTE, Metrics
-from lb.replicas import Replica, ReplicaTable
+from lb.plane import Plane
+from lb.replicas import Replica
 from lb.settings import Settings
 from lb.snapshot import FAILED, About, Edges, ReplicaFacts, Snapshot, SyncFacts
 from lb.syncer import SyncState
-from lb.upstream import Pools
 
 _EDGES: Edges = {"first_byte": list(FIRST_BYTE), "duration": list(DURATION)}
 
@@ -31,16 +31,14 @@ class Facts:
         mode: str,
         *,
         metrics: Metrics,
-        table: ReplicaTable,
-        pools: Pools,
+        plane: Plane,
         not_ready: Callable[[], str | None],
         sync: Callable[[], SyncState],
         events: RecentEvents,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
-        self._table = table
-        self._pools = pools
+        self._plane = plane
         self._not_ready = not_ready
         self._sync = sync
         self._events = events
@@ -68,7 +66,7 @@ class Facts:
             duration=self._metrics.duration_counts(),
             replicas={
                 name: (sum(outcomes.values()), sum(outcomes[each] for each in FAILED))
-                for name, outcomes in self._metrics.live_replicas(time.monotonic())
+                for name, outcomes in self._metrics.live_replicas(time.monotonic()).items()
             },
         )
 
@@ -79,20 +77,20 @@ class Facts:
         return {
             "about": self._about,
             "now": now,
-            "processes": 1,
+            "processes": self._plane.processes,
             "not_ready": self._not_ready(),
             "draining": gauges.draining(),
             "in_flight": gauges.inflight(),
             "oldest_seconds": gauges.inflight_oldest_seconds(),
             "sync": self._sync_facts(offset),
-            "replicas": [self._replica(each, offset) for each in self._table],
+            "replicas": [self._replica(each, offset) for each in self._plane.table],
             "edges": _EDGES,
             "ticks": list(self._history),
             "events": list(self._events),
         }
 
     def _sync_facts(self, offset: float) -> SyncFacts:
-        state, empty_since = self._sync(), self._table.empty_since
+        state, empty_since = self._sync(), self._plane.table.empty_since
         return {
             "interval": self._settings.sync_interval,
             "grace_period": self._settings.grace_period,
@@ -105,10 +103,11 @@ class Facts:
 
     def _replica(self, replica: Replica, offset: float) -> ReplicaFacts:
         """`offset` turns the monotonic clock's times into Unix times."""
-        pool, until = self._pools[replica], replica.ejected_until
-        finished, failed = self._history.of_replica(pool.name)
+        until = replica.ejected_until
+        finished, failed = self._history.of_replica(replica.name)
+        idle, active = self._plane.connections(replica)
         return {
-            "name": pool.name,
+            "name": replica.name,
             "url": replica.url,
             "state": replica.state.value,
             "since": replica.since + offset,
@@ -117,8 +116,8 @@ class Facts:
             "ejected_until": None if until is None else until + offset,
             "failures": replica.failures,
             "in_flight": replica.inflight,
-            "idle_connections": pool.idle,
-            "active_connections": pool.active,
+            "idle_connections": idle,
+            "active_connections": active,
             "finished": finished,
             "failed": failed,
         }

@@ -210,6 +210,7 @@ def _rates(text: str) -> float | dict[str, float]:
 SIZE = Kind("SIZE", f"a whole number with a unit of {', '.join(_BYTES)} (none: bytes)", _size)
 PORT = Kind("PORT", f"a port from 0 (a free one) to {MAX_PORT}", _whole(0, MAX_PORT))
 COUNT = Kind("NUMBER", "a whole number from 1 to 999999999", _whole(1, 999_999_999))
+WORKERS = Kind("NUMBER", "a whole number from 1 to 64", _whole(1, 64))
 BOOLEAN = Kind("", ", ".join(_BOOLEANS), _boolean)
 NAME = Kind("NAME", "printable text", _text)
 STICKY = Kind(

@@ -46,6 +46,9 @@ Event = Literal[
     "sync.recovered",
     "tls.reload_failed",
     "tls.reloaded",
+    "worker.died",
+    "worker.silent",
+    "worker.started",
 ]
 _OF_REQUESTS = frozenset(event for event in get_args(Event) if event.startswith("request."))
 
@@ -65,8 +68,14 @@ class Log:
     """The logger of one balancer; `recent` has the last events for the status page."""
 
     def __init__(
-        self, *, log_format: LogFormat, level: LogLevel, stream: TextIO | None = None
+        self,
+        *,
+        log_format: LogFormat,
+        level: LogLevel,
+        stream: TextIO | None = None,
+        worker: int | None = None,
     ) -> None:
+        """`worker`: its number, which each line of one tells."""
         self.recent = RecentEvents()
         stream = stream or sys.stdout
         if isinstance(stream, io.TextIOWrapper):
@@ -88,6 +97,8 @@ class Log:
             wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
             cache_logger_on_first_use=True,
         )
+        if worker is not None:
+            self._logger = self._logger.bind(worker=worker)
 
     def info(self, event: Event, **fields: object) -> None:
         self._logger.info(event, **fields)

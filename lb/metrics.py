@@ -13,9 +13,9 @@ import platform
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, compress
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -63,6 +63,11 @@ class Histogram:
         self.counts[bisect_left(self.edges, value)] += 1
         self.sum += value
 
+    def add(self, other: Histogram) -> None:
+        """Count what was counted there, by the same edges."""
+        self.counts = [one + two for one, two in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
+
     def observe_all(self, values: list[float]) -> None:
         """Many at once: an edge is looked for among the values, rather than each value among the edges."""
         values.sort()
@@ -91,12 +96,56 @@ class Gauges:
     now: Callable[[], float] = float
 
 
-@dataclass
-class _ReplicaCounts:
-    """The request counts of one replica, and since when it is retired."""
+def _zeros(names: Iterable[str]) -> Callable[[], Counter[str]]:
+    return lambda: Counter(dict.fromkeys(names, 0))
 
-    outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
-    retired_at: float | None = None
+
+def _by_outcome(edges: tuple[float, ...]) -> Callable[[], dict[str, Histogram]]:
+    return lambda: {each: Histogram(edges) for each in OUTCOMES}
+
+
+@dataclass
+class Numbers:
+    """What is counted where requests are carried; the numbers of several processes add up.
+
+    `replicas` has the requests of each known replica, by outcome.
+    """
+
+    requests: Counter[str] = field(default_factory=_zeros(OUTCOMES))
+    responses: Counter[tuple[int, str]] = field(default_factory=Counter)
+    rejections: Counter[str] = field(default_factory=_zeros(get_args(RejectReason)))
+    durations: dict[str, Histogram] = field(default_factory=_by_outcome(DURATION))
+    first_bytes: dict[str, Histogram] = field(default_factory=_by_outcome(FIRST_BYTE))
+    overheads: Histogram = field(default_factory=lambda: Histogram(OVERHEAD))
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    disconnects: Counter[str] = field(default_factory=_zeros(PHASES))
+    retries: Counter[str] = field(default_factory=_zeros(get_args(RetryReason)))
+    exhausted: int = 0
+    upstream_errors: Counter[str] = field(default_factory=_zeros(get_args(UpstreamReason)))
+    connects: Histogram = field(default_factory=lambda: Histogram(CONNECT))
+    connections: Counter[str] = field(default_factory=_zeros(("created", "reused")))
+    changes: Counter[str] = field(default_factory=_zeros(CHANGES))
+    loop_lags: Histogram = field(default_factory=lambda: Histogram(OVERHEAD))
+    replicas: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def add(self, other: Numbers) -> None:
+        """Count what was counted there; but for replicas that are unknown here."""
+        for each in fields(self):
+            setattr(self, each.name, _sum(getattr(self, each.name), getattr(other, each.name)))
+
+
+def _sum(mine: Any, other: Any) -> Any:
+    if isinstance(mine, int):
+        return mine + other
+    if isinstance(mine, Histogram):
+        mine.add(other)
+    elif isinstance(mine, Counter):
+        mine.update(other)
+    else:
+        for name in mine.keys() & other.keys():
+            _sum(mine[name], other[name])
+    return mine
 
 
 # One finished request: outcome, status, method, seconds from arrival to the last byte, to the first
@@ -115,26 +164,11 @@ class Metrics:
         self.service = service
         self.about = (__version__, platform.python_version(), policy, mode)
         self.gauges = Gauges()
-        self.requests = Counter[str](dict.fromkeys(OUTCOMES, 0))
-        self.responses = Counter[tuple[int, str]]()
-        self.rejections = Counter[str](dict.fromkeys(get_args(RejectReason), 0))
-        self.durations: dict[str, Histogram] = {each: Histogram(DURATION) for each in OUTCOMES}
-        self.first_bytes: dict[str, Histogram] = {each: Histogram(FIRST_BYTE) for each in OUTCOMES}
-        self.overheads = Histogram(OVERHEAD)
-        self.received_bytes = 0
-        self.sent_bytes = 0
-        self.disconnects = Counter[str](dict.fromkeys(PHASES, 0))
-        self.retries = Counter[str](dict.fromkeys(get_args(RetryReason), 0))
-        self.exhausted = 0
-        self.upstream_errors = Counter[str](dict.fromkeys(get_args(UpstreamReason), 0))
-        self.connects = Histogram(CONNECT)
-        self.connections = Counter[str]({"created": 0, "reused": 0})
-        self.changes = Counter[str](dict.fromkeys(CHANGES, 0))
+        self.numbers = Numbers()
         self.syncs = Counter[str](dict.fromkeys(SYNC_RESULTS, 0))
         self.sync_durations = Histogram(CONNECT)
         self.last_sync = 0.0
-        self.loop_lags = Histogram(OVERHEAD)
-        self._replicas: dict[str, _ReplicaCounts] = {}
+        self._retired: dict[str, float] = {}  # replicas, and since when
         self._finished: list[Finished] = []
         self.registry = CollectorRegistry()
         self.registry.register(_Collector(self))
@@ -156,44 +190,52 @@ class Metrics:
         outcomes, statuses, methods, totals, firsts, owns, received, sent, replicas = zip(
             *finished, strict=True
         )
-        self.requests.update(outcomes)
-        self.responses.update(zip(statuses, map(_label_of, methods), strict=True))
-        self.received_bytes += sum(received)
-        self.sent_bytes += sum(sent)
-        self.overheads.observe_all([own for own in owns if own is not None])
+        numbers = self.numbers
+        numbers.requests.update(outcomes)
+        numbers.responses.update(zip(statuses, map(_label_of, methods), strict=True))
+        numbers.received_bytes += sum(received)
+        numbers.sent_bytes += sum(sent)
+        numbers.overheads.observe_all([own for own in owns if own is not None])
         for outcome in set(outcomes):
             mine = [each == outcome for each in outcomes]
-            self.durations[outcome].observe_all(list(compress(totals, mine)))
+            numbers.durations[outcome].observe_all(list(compress(totals, mine)))
             first_bytes = [first for first in compress(firsts, mine) if first is not None]
-            self.first_bytes[outcome].observe_all(first_bytes)
+            numbers.first_bytes[outcome].observe_all(first_bytes)
         for (replica, outcome), count in Counter(zip(replicas, outcomes, strict=True)).items():
-            if replica in self._replicas:  # else none was chosen, or it was forgotten meanwhile
-                self._replicas[replica].outcomes[outcome] += count
+            if replica in numbers.replicas:  # else none was chosen, or it was forgotten meanwhile
+                numbers.replicas[replica][outcome] += count
+
+    def take(self) -> Numbers:
+        """What was counted since the last time, for somebody else to add; counting begins anew."""
+        self.fold()
+        taken, self.numbers = self.numbers, Numbers()
+        self.numbers.replicas = {name: _zeros(OUTCOMES)() for name in taken.replicas}
+        return taken
 
     def rejected(self, reason: RejectReason) -> None:
-        self.rejections[reason] += 1
+        self.numbers.rejections[reason] += 1
 
     def client_disconnected(self, phase: str) -> None:
-        self.disconnects[phase] += 1
+        self.numbers.disconnects[phase] += 1
 
     def retried(self, reason: RetryReason) -> None:
-        self.retries[reason] += 1
+        self.numbers.retries[reason] += 1
 
     def retries_exhausted(self) -> None:
-        self.exhausted += 1
+        self.numbers.exhausted += 1
 
     def upstream_failed(self, reason: UpstreamReason) -> None:
-        self.upstream_errors[reason] += 1
+        self.numbers.upstream_errors[reason] += 1
 
     def connection_created(self, seconds: float) -> None:
-        self.connections["created"] += 1
-        self.connects.observe(seconds)
+        self.numbers.connections["created"] += 1
+        self.numbers.connects.observe(seconds)
 
     def connection_reused(self) -> None:
-        self.connections["reused"] += 1
+        self.numbers.connections["reused"] += 1
 
     def replica_set_changed(self, change: str, count: int = 1) -> None:
-        self.changes[change] += count
+        self.numbers.changes[change] += count
 
     def synced(self, result: str, seconds: float, unix_time: float | None) -> None:
         """A call to the controller ended; `unix_time` is now if it was answered."""
@@ -203,40 +245,40 @@ class Metrics:
             self.last_sync = unix_time
 
     def loop_lag(self, seconds: float) -> None:
-        self.loop_lags.observe(seconds)
+        self.numbers.loop_lags.observe(seconds)
 
     def replica_added(self, replica: str) -> None:
-        self._replicas.setdefault(replica, _ReplicaCounts()).retired_at = None
+        self.numbers.replicas.setdefault(replica, _zeros(OUTCOMES)())
+        self._retired.pop(replica, None)
 
     def replica_retired(self, replica: str, now: float) -> None:
-        if replica in self._replicas:
-            self._replicas[replica].retired_at = now
+        self._retired[replica] = now
 
-    def live_replicas(self, now: float) -> Iterator[tuple[str, Mapping[str, int]]]:
+    def live_replicas(self, now: float) -> Mapping[str, Mapping[str, int]]:
         """The counts of each replica; those that have left long enough ago are forgotten."""
         self.fold()
-        for name, counts in list(self._replicas.items()):
-            if counts.retired_at is not None and now - counts.retired_at >= FORGET_SECONDS:
-                del self._replicas[name]
-            else:
-                yield name, counts.outcomes
+        for name, since in list(self._retired.items()):
+            if now - since >= FORGET_SECONDS:
+                del self._retired[name]
+                self.numbers.replicas.pop(name, None)
+        return self.numbers.replicas
 
     # --- what has been counted, for the status page ---------------------------------------------
 
     def outcomes(self) -> dict[str, int]:
         """Finished requests since the start, by how they ended."""
         self.fold()
-        return dict(self.requests)
+        return dict(self.numbers.requests)
 
     def first_byte_counts(self) -> list[int]:
         """Answers of replicas since the start, by bucket of `FIRST_BYTE`, and those beyond the last."""
         self.fold()
-        return _of_replicas(self.first_bytes)
+        return _of_replicas(self.numbers.first_bytes)
 
     def duration_counts(self) -> list[int]:
         """The same by bucket of `DURATION`."""
         self.fold()
-        return _of_replicas(self.durations)
+        return _of_replicas(self.numbers.durations)
 
 
 def _of_replicas(histograms: Mapping[str, Histogram]) -> list[int]:
@@ -264,42 +306,42 @@ class _Collector:
         yield from self._process()
 
     def _requests(self) -> Iterator[Metric]:
-        metrics, gauges = self._metrics, self._metrics.gauges
+        numbers, gauges = self._metrics.numbers, self._metrics.gauges
         yield self._counter(
             "requests",
             "Finished client requests, by how they ended.",
             ("outcome",),
-            _single(metrics.requests),
+            _single(numbers.requests),
         )
         yield self._counter(
             "responses",
             "Answers sent to clients, by status (499: the client left before the head).",
             ("code", "method"),
-            {(str(code), method): n for (code, method), n in metrics.responses.items()},
+            {(str(code), method): n for (code, method), n in numbers.responses.items()},
         )
         yield self._counter(
             "rejected_requests",
             "Requests that the balancer itself refused, by reason.",
             ("reason",),
-            _single(metrics.rejections),
+            _single(numbers.rejections),
         )
         yield self._histogram(
             "request_duration_seconds",
             "Arrival of a request to the last byte of its answer.",
             ("outcome",),
-            _single(metrics.durations),
+            _single(numbers.durations),
         )
         yield self._histogram(
             "time_to_first_byte_seconds",
             "Arrival of a request to the first byte of its answer.",
             ("outcome",),
-            _single(metrics.first_bytes),
+            _single(numbers.first_bytes),
         )
         yield self._histogram(
             "overhead_seconds",
             "Own time from arrival to the first send to a replica; waits and connects excluded.",
             (),
-            {(): metrics.overheads},
+            {(): numbers.overheads},
         )
         yield self._gauge(
             "inflight_requests", "Client requests in flight.", (), {(): gauges.inflight()}
@@ -314,46 +356,46 @@ class _Collector:
             "received_bytes",
             "Bytes of request bodies that came from clients.",
             (),
-            {(): metrics.received_bytes},
+            {(): numbers.received_bytes},
         )
         yield self._counter(
             "sent_bytes",
             "Bytes of response bodies that went to clients.",
             (),
-            {(): metrics.sent_bytes},
+            {(): numbers.sent_bytes},
         )
         yield self._counter(
             "client_disconnects",
             "Clients that left before their answer was complete.",
             ("phase",),
-            _single(metrics.disconnects),
+            _single(numbers.disconnects),
         )
 
     def _attempts(self) -> Iterator[Metric]:
-        metrics, gauges = self._metrics, self._metrics.gauges
+        numbers, gauges = self._metrics.numbers, self._metrics.gauges
         yield self._counter(
             "retries",
             "Attempts after the first, by cause.",
             ("reason",),
-            _single(metrics.retries),
+            _single(numbers.retries),
         )
         yield self._counter(
             "retries_exhausted",
             "Requests that failed with no attempt left.",
             (),
-            {(): metrics.exhausted},
+            {(): numbers.exhausted},
         )
         yield self._counter(
             "upstream_errors",
             "Attempts that failed, by cause.",
             ("reason",),
-            _single(metrics.upstream_errors),
+            _single(numbers.upstream_errors),
         )
         yield self._histogram(
             "upstream_connect_duration_seconds",
             "Time to open a connection to a replica.",
             (),
-            {(): metrics.connects},
+            {(): numbers.connects},
         )
         yield self._gauge(
             "pool_connections",
@@ -365,17 +407,17 @@ class _Collector:
             "pool_connections",
             "Connections taken for an attempt: opened or used again.",
             ("result",),
-            _single(metrics.connections),
+            _single(numbers.connections),
         )
 
     def _replicas(self) -> Iterator[Metric]:
-        metrics, gauges = self._metrics, self._metrics.gauges
+        numbers, gauges = self._metrics.numbers, self._metrics.gauges
         yield self._gauge("replicas", "Replicas, by state.", ("state",), _single(gauges.replicas()))
         yield self._counter(
             "replica_set_changes",
             "Changes of the set of replicas.",
             ("change",),
-            _single(metrics.changes),
+            _single(numbers.changes),
         )
         yield self._gauge(
             "replica_inflight_requests",
@@ -389,7 +431,7 @@ class _Collector:
             ("replica", "outcome"),
             {
                 (replica, outcome): count
-                for replica, outcomes in metrics.live_replicas(gauges.now())
+                for replica, outcomes in self._metrics.live_replicas(gauges.now()).items()
                 for outcome, count in outcomes.items()
             },
         )
@@ -425,18 +467,18 @@ class _Collector:
         )
 
     def _process(self) -> Iterator[Metric]:
-        metrics, gauges = self._metrics, self._metrics.gauges
+        numbers, gauges = self._metrics.numbers, self._metrics.gauges
         yield self._gauge(
             "info",
             "Constant 1; the labels say what runs.",
             ("version", "python", "policy", "mode"),
-            {metrics.about: 1},
+            {self._metrics.about: 1},
         )
         yield self._histogram(
             "event_loop_lag_seconds",
             "How late a timer of the event loop fires.",
             (),
-            {(): metrics.loop_lags},
+            {(): numbers.loop_lags},
         )
         yield self._gauge("draining", "1 while shutting down.", (), {(): int(gauges.draining())})
         not_after = gauges.certificate_not_after()

@@ -19,6 +19,8 @@ class Candidate(Protocol):
     @property
     def inflight(self) -> int: ...
     @property
+    def elsewhere(self) -> int: ...
+    @property
     def last_lease(self) -> float: ...
 
 
@@ -33,13 +35,13 @@ def round_robin(target_qps: TargetQps) -> SelectionPolicy:
 
 def least_load(target_qps: TargetQps) -> SelectionPolicy:
     """The replica with the fewest requests in flight."""
-    return lambda replica: (replica.inflight, replica.last_lease)
+    return lambda replica: (replica.inflight + replica.elsewhere, replica.last_lease)
 
 
 def instance_aware_least_load(target_qps: TargetQps) -> SelectionPolicy:
     """The fewest requests in flight per unit of the accelerator's target QPS."""
     return lambda replica: (
-        replica.inflight / target_of(replica.accelerator, target_qps),
+        (replica.inflight + replica.elsewhere) / target_of(replica.accelerator, target_qps),
         replica.last_lease,
     )
 

@@ -175,7 +175,7 @@ class Passage(Exchange):
         """A connection to the leased replica: an idle one, or a new one."""
         self.attempts += 1
         pool = self._proxy.pools[lease.replica]
-        self.replica = pool.name
+        self.replica = lease.replica.name
         fresh = isinstance(self._failure, StaleConnection) or self._upload.may_outgrow
         connection = None if fresh else pool.reuse()
         if connection is None:
@@ -426,7 +426,7 @@ class Passage(Exchange):
 
     def _restored(self, replica: Replica) -> None:
         self._proxy.metrics.replica_set_changed("restored")
-        self._proxy.log.info("replica.restored", replica=self._proxy.pools[replica].name)
+        self._proxy.log.info("replica.restored", replica=replica.name)
 
     def _retried(self, error: AttemptError) -> None:
         self._proxy.metrics.retried(error.retry_reason)

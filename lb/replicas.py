@@ -29,9 +29,10 @@ Nothing happens to a retired replica any more; leases on it can still be release
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
+from urllib.parse import urlsplit
 
 from controller_client.protocol import ReadyReplica
 from lb.policies import SelectionPolicy
@@ -60,10 +61,12 @@ class Replica:
     __slots__ = (
         "accelerator",
         "ejected_until",
+        "elsewhere",
         "failed_at",
         "failures",
         "inflight",
         "last_lease",
+        "name",
         "probe",
         "since",
         "state",
@@ -73,10 +76,12 @@ class Replica:
 
     def __init__(self, url: str, accelerator: str | None, now: float, turn: float) -> None:
         self.url = url
+        self.name = urlsplit(url).netloc  # host:port, as logs and metrics name it
         self.accelerator = accelerator
         self.state = State.SERVING
         self.since = now  # when it came into this state
         self.inflight = 0
+        self.elsewhere = 0  # requests that other processes of this balancer have in flight there
         self.last_lease = turn  # the number of its last lease; before the first at random below 0
         # Ejection. `failures` counts those in a row; `unreachable` tells whether the last was a
         # failed connect; `probe` is the lease that tries the replica after its time is over.
@@ -296,6 +301,13 @@ class ReplicaTable:
         if preferred:
             return min(preferred, key=self._policy)
         return min(candidates, key=lambda r: (r.failed_at, r.last_lease), default=None)
+
+    def take_loads(self, elsewhere: Mapping[str, int]) -> None:
+        """Take in how many requests other processes of this balancer have in flight, by URL."""
+        for url, count in elsewhere.items():
+            if url in self._replicas:
+                self._replicas[url].elsewhere = count
+                self._eased(self._replicas[url])
 
     def _eased(self, replica: Replica) -> None:
         """A lease on it was released, maybe one of an earlier ranking."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from aiohttp import StreamReader
@@ -27,6 +28,8 @@ from lb.wire import END_OF_HEAD, MAX_HEAD_BYTES, READ_LIMIT, fault_of, request_p
 
 # Requests that a client may have sent ahead (pipelined) before we stop reading from it.
 MAX_AHEAD = 8
+# Connections that wait to be accepted.
+BACKLOG = 1024
 # After an answer that came before its request was read: how long, and how much, we go on reading,
 # so that the client gets the answer rather than an RST (RFC 9112, section 9.6).
 LINGER_SECONDS = 5.0
@@ -417,24 +420,32 @@ class Server:
         self.drain_begun = asyncio.Event()
         self._max_connections = max_connections
         self._connections: set[ClientConnection] = set()
-        self._listener: asyncio.Server | None = None
+        self._listeners: list[asyncio.Server] = []
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def start(
         self, host: str, port: int, tls: ssl.SSLContext | None
     ) -> list[tuple[str, int]]:
         """Listen; the addresses bound. Raises OSError where that cannot be."""
-        loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(
+        listener = await self._listen(tls, host=host, port=port, backlog=BACKLOG)
+        return [sock.getsockname()[:2] for sock in listener.sockets]
+
+    async def start_on(self, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None) -> None:
+        """Take the connections of sockets that listen already."""
+        for sock in sockets:
+            await self._listen(tls, sock=sock, backlog=BACKLOG)
+
+    async def _listen(self, tls: ssl.SSLContext | None, **where: Any) -> asyncio.Server:
+        listener = await asyncio.get_running_loop().create_server(
             lambda: ClientConnection(self),
-            host,
-            port,
             ssl=tls,
             ssl_handshake_timeout=self.header_timeout if tls else None,
-            backlog=1024,
+            **where,
         )
-        self._sweep()
-        return [sock.getsockname()[:2] for sock in self._listener.sockets]
+        self._listeners.append(listener)
+        if self._sweeper is None:
+            self._sweep()
+        return listener
 
     def admit(self, connection: ClientConnection) -> bool:
         """Take a new connection in, unless there are too many."""
@@ -469,8 +480,8 @@ class Server:
 
     def stop_listening(self) -> None:
         """Accept no more connections."""
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     def close_idle(self) -> None:
         """Close the connections on which nothing goes on."""

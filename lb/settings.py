@@ -22,6 +22,7 @@ from lb.kinds import (
     STICKY,
     TARGET_QPS,
     URL,
+    WORKERS,
     Kind,
     choice,
     duration,
@@ -159,6 +160,15 @@ class Settings:
     tls_certfile: Annotated[
         str | None,
         Option(FILE, _PORTS, "certificate chain that goes with the key", unset="no TLS"),
+    ]
+    workers: Annotated[
+        int,
+        Option(
+            WORKERS,
+            _PORTS,
+            "processes that serve the port, each with its share of connections and memory",
+            "1",
+        ),
     ]
     sync_interval: Annotated[
         float, Option(_POSITIVE, _LIST, "time between two syncs with the controller", "20s")

@@ -1,8 +1,7 @@
 """The facts that the status page and `skyserve-lb status` show, as plain values for JSON. Pure.
 
-A `Snapshot` is what one process knows, in parts that add up: `merge` makes one of several. `status`
-draws the conclusions that people read: rates, shares, percentiles. All times are Unix times, all
-spans seconds.
+A `Snapshot` is what is known; `status` draws the conclusions that people read: rates, shares,
+percentiles. All times are Unix times, all spans seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TypedDict
 
-from lb.events import KEPT, EventFacts
+from lb.events import EventFacts
 from lb.history import Tick
 
 RECENT_SECONDS = 60
@@ -85,7 +84,7 @@ class Common(TypedDict):
 
 
 class Snapshot(Common):
-    """What one process knows, or several do together."""
+    """What is known."""
 
     replicas: list[ReplicaFacts]
     edges: Edges
@@ -132,78 +131,6 @@ class Status(Common):
     replicas: list[ReplicaStatus]
     recent: Recent
     history: Series
-
-
-# --- several processes ----------------------------------------------------------------------------
-
-
-def merge(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """One snapshot of all the processes of a balancer. `snapshots` must not be empty."""
-    first = snapshots[0]
-    reasons = [each["not_ready"] for each in snapshots]
-    return {
-        "about": {**first["about"], "started": min(s["about"]["started"] for s in snapshots)},
-        "now": max(each["now"] for each in snapshots),
-        "processes": sum(each["processes"] for each in snapshots),
-        "not_ready": None if None in reasons else reasons[0],
-        "draining": any(each["draining"] for each in snapshots),
-        "in_flight": sum(each["in_flight"] for each in snapshots),
-        "oldest_seconds": max(each["oldest_seconds"] for each in snapshots),
-        "sync": max((s["sync"] for s in snapshots), key=lambda sync: sync["last_answer"] or 0.0),
-        "events": sorted((e for s in snapshots for e in s["events"]), key=lambda e: e["at"])[
-            -KEPT:
-        ],
-        "replicas": _merge_replicas(each for s in snapshots for each in s["replicas"]),
-        "edges": first["edges"],
-        "ticks": _merge_ticks(tick for s in snapshots for tick in s["ticks"]),
-    }
-
-
-def _merge_replicas(replicas: Iterable[ReplicaFacts]) -> list[ReplicaFacts]:
-    merged: dict[str, ReplicaFacts] = {}
-    for one in replicas:
-        other = merged.get(one["url"])
-        merged[one["url"]] = one if other is None else _merge_replica(one, other)
-    return list(merged.values())
-
-
-def _merge_replica(one: ReplicaFacts, other: ReplicaFacts) -> ReplicaFacts:
-    newest = max(one, other, key=lambda each: each["since"])
-    untils = [e["ejected_until"] for e in (one, other) if e["ejected_until"] is not None]
-    return {
-        **newest,
-        "ejected": one["ejected"] or other["ejected"],
-        "ejected_until": max(untils, default=None),
-        "failures": max(one["failures"], other["failures"]),
-        "in_flight": one["in_flight"] + other["in_flight"],
-        "idle_connections": one["idle_connections"] + other["idle_connections"],
-        "active_connections": one["active_connections"] + other["active_connections"],
-        "finished": one["finished"] + other["finished"],
-        "failed": one["failed"] + other["failed"],
-    }
-
-
-def _merge_ticks(ticks: Iterable[Tick]) -> list[Tick]:
-    merged: dict[int, Tick] = {}
-    for one in ticks:
-        other = merged.get(one["at"])
-        merged[one["at"]] = one if other is None else _add(one, other)
-    return [merged[at] for at in sorted(merged)]
-
-
-def _add(one: Tick, other: Tick) -> Tick:
-    """Two ticks that ended together, as one."""
-    return {
-        "at": one["at"],
-        "seconds": max(one["seconds"], other["seconds"]),
-        "outcomes": _sum_by_name([one["outcomes"], other["outcomes"]]),
-        "first_byte": _sum([one["first_byte"], other["first_byte"]]),
-        "duration": _sum([one["duration"], other["duration"]]),
-        "in_flight": one["in_flight"] + other["in_flight"],
-    }
-
-
-# --- for people -----------------------------------------------------------------------------------
 
 
 def status(snapshot: Snapshot) -> Status:

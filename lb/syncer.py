@@ -1,22 +1,21 @@
-"""Keeps the replica table up to date: poll the controller > apply its list > open and close pools."""
+"""Keeps the replicas up to date: poll the controller > apply its list > tell what has changed."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import anyio
 
 from controller_client.errors import SyncError
-from controller_client.protocol import ReadyList
+from controller_client.protocol import ReadyList, ReadyReplica
 from lb.arrivals import Arrivals
 from lb.logs import Log
 from lb.metrics import Metrics
 from lb.replicas import Replica, ReplicaTable, State, TableChange
-from lb.upstream import Pools
-from lb.wakeup import Wakeup
 
 # While the list is empty or the last sync failed; never faster, whatever the controller answers.
 URGENT_INTERVAL_SECONDS = 2.0
@@ -24,6 +23,19 @@ URGENT_INTERVAL_SECONDS = 2.0
 JITTER = 0.1
 
 Sync = Callable[[Sequence[float]], Awaitable[ReadyList]]
+
+
+class Replicas(Protocol):
+    """Those that the lists are about; `now` is of the monotonic clock."""
+
+    table: ReplicaTable
+    arrivals: Arrivals
+
+    def apply(self, ready: Collection[ReadyReplica], now: float) -> TableChange:
+        """Take in a ready list that the controller answered."""
+
+    def retire(self, now: float) -> tuple[Replica, ...]:
+        """Forget the replicas that nobody needs any more, and return them."""
 
 
 @dataclass
@@ -48,25 +60,22 @@ class Syncer:
         sync: Sync,
         *,
         interval: float,
-        table: ReplicaTable,
-        pools: Pools,
-        arrivals: Arrivals,
-        replicas_changed: Wakeup,
+        replicas: Replicas,
         metrics: Metrics,
         log: Log,
-        on_first_answer: Callable[[], None],
     ) -> None:
         self._sync = sync
         self._interval = interval
-        self._table = table
-        self._pools = pools
-        self._arrivals = arrivals
-        self._replicas_changed = replicas_changed
+        self._replicas = replicas
         self._metrics = metrics
         self._log = log
-        self._on_first_answer = on_first_answer
         self.state = SyncState()
         self._skipped: tuple[str, ...] = ()
+
+    @property
+    def answered(self) -> bool:
+        """Has the controller ever answered?"""
+        return self.state.last_answer is not None
 
     async def run(self) -> None:
         """Sync at once, and then again and again."""
@@ -78,20 +87,22 @@ class Syncer:
     async def sync_once(self) -> bool:
         """One sync; true if it brought a list that is not empty."""
         started = time.monotonic()
-        batch = self._arrivals.take(time.time())
+        arrivals = self._replicas.arrivals
+        batch = arrivals.take(time.time())
         try:
             ready = await self._sync(batch)
         except SyncError as error:
-            self._arrivals.restore(batch)
+            arrivals.restore(batch)
             self._failed(error, time.monotonic() - started)
             found = False
         except BaseException:
-            self._arrivals.restore(batch)
+            arrivals.restore(batch)
             raise
         else:
             self._answered(ready, time.monotonic() - started)
             found = bool(ready.replicas)
-        self._retire()
+        for replica in self._replicas.retire(time.monotonic()):
+            self._log.info("replica.retired", replica=replica.name)
         return found
 
     def _failed(self, error: SyncError, seconds: float) -> None:
@@ -111,38 +122,25 @@ class Syncer:
         if ready.skipped and ready.skipped != self._skipped:
             self._log.warning("list.entry_skipped", entries=list(ready.skipped))
         self._skipped = ready.skipped
-        was_held = any(replica.state is State.HELD for replica in self._table)
-        change = self._table.apply(ready.replicas, time.monotonic())
-        for replica in change.added:
-            self._metrics.replica_added(self._pools.open(replica).name)
-        self._on_first_answer()
-        self._report(change)
+        was_held = any(replica.state is State.HELD for replica in self._replicas.table)
+        self._report(self._replicas.apply(ready.replicas, time.monotonic()))
         if was_held and ready.replicas:
             self._log.info("list.restored", replicas=len(ready.replicas))
-        if change:
-            self._replicas_changed.fire()
 
     def _report(self, change: TableChange) -> None:
         for kind, replicas in change.by_kind():
             self._metrics.replica_set_changed(kind, len(replicas))
         for replica in change.added:
-            self._log.info("replica.added", **self._facts(replica))
+            self._log.info("replica.added", **_facts(replica))
         for replica in change.revived:
-            self._log.info("replica.revived", **self._facts(replica))
+            self._log.info("replica.revived", **_facts(replica))
         for replica in change.removed:
-            self._log.info("replica.removed", **self._facts(replica))
+            self._log.info("replica.removed", **_facts(replica))
         if change.held:
             self._log.warning("list.held", replicas=len(change.held))
         if change.released:
             self._log.warning("list.released", replicas=len(change.released))
 
-    def _facts(self, replica: Replica) -> dict[str, object]:
-        return {"replica": self._pools[replica].name, "accelerator": replica.accelerator}
 
-    def _retire(self) -> None:
-        now = time.monotonic()
-        for replica in self._table.retire(now):
-            name = self._pools[replica].name
-            self._pools.close(replica)
-            self._metrics.replica_retired(name, now)
-            self._log.info("replica.retired", replica=name)
+def _facts(replica: Replica) -> dict[str, object]:
+    return {"replica": replica.name, "accelerator": replica.accelerator}

@@ -526,14 +526,6 @@ class Pools:
         for replica in tuple(self._pools):
             self.close(replica)
 
-    def connections(self) -> dict[str, int]:
-        """Open connections, idle and active."""
-        pools = self._pools.values()
-        return {
-            "idle": sum(pool.idle for pool in pools),
-            "active": sum(pool.active for pool in pools),
-        }
-
 
 def _connect_fault(error: BaseException, timeout: float) -> tuple[UpstreamReason, str]:
     if isinstance(error, ssl.SSLCertVerificationError):

@@ -38,6 +38,7 @@ class CannedAdmin:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         self._admin = admin = Admin(
             not_ready=lambda: None,
+            refresh=_nothing,
             snapshot=self._tell,
             render_metrics=bytes,
             drain=lambda: None,
@@ -166,3 +167,7 @@ def busy_ticks(now: float) -> list[Tick]:
             )
         )
     return ticks
+
+
+async def _nothing() -> None:
+    """What is asked of it is canned."""

@@ -86,7 +86,7 @@ class RunningBalancer:
         self.loop = asyncio.get_running_loop()
         log = Log(log_format="json", level="debug", stream=self.log)  # type: ignore[arg-type]
         self.balancer = Balancer(self.settings, log)
-        self.balancer.table._jitter = ListOrder()
+        self.balancer.plane.table._jitter = ListOrder()
         await self.balancer.run()
 
     def __enter__(self) -> RunningBalancer:
@@ -136,7 +136,7 @@ class RunningBalancer:
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE_SECONDS)
 
     def wait_for_replicas(self, count: int) -> None:
-        self.wait_for(lambda: len(self.balancer.table.routable()) == count)
+        self.wait_for(lambda: len(self.balancer.plane.table.routable()) == count)
 
     def metric(self, name: str, **labels: str) -> float:
         """One sample; the sum over the labels that are not named."""
@@ -156,8 +156,8 @@ class RunningBalancer:
         """Requests in flight, as the balancer and as its replicas count them."""
         return self.call(
             lambda: (
-                len(self.balancer.proxy.running)
-                + sum(abs(replica.inflight) for replica in self.balancer.table)
+                len(self.balancer.plane.proxy.running)
+                + sum(abs(replica.inflight) for replica in self.balancer.plane.table)
             )
         )
 

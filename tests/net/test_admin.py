@@ -25,7 +25,7 @@ from controller_client.testing import (
 )
 from lb.access import refusal
 from lb.admin import MAX_CONNECTIONS
-from lb.app import EXIT_BAD_CONFIGURATION, StartError
+from lb.errors import EXIT_BAD_CONFIGURATION, StartError
 from lb.live import MAX_LISTENERS
 from tests.net import canned
 from tests.net.canned import CannedAdmin, address_of

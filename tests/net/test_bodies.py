@@ -255,7 +255,7 @@ def test_the_replay_budget_is_shared_and_given_back(
 ) -> None:
     a = replica_factory()
     balancer = start_balancer(a, replay_limit="80KiB", replay_budget="100KiB")
-    used = lambda: balancer.balancer.proxy.replay.used  # noqa: E731
+    used = lambda: balancer.balancer.plane.proxy.replay.used  # noqa: E731
     half = 60 * 1024
     head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (half + 1)
     with balancer.client() as first, balancer.client() as second, balancer.client() as third:
@@ -289,7 +289,7 @@ def test_the_replay_budget_is_given_back_however_the_request_ends(
     balancer = start_balancer(
         a, replay_limit="200KiB", total_timeout="1s" if ending == "time is up" else "30s"
     )
-    used = lambda: balancer.balancer.proxy.replay.used  # noqa: E731
+    used = lambda: balancer.balancer.plane.proxy.replay.used  # noqa: E731
     with balancer.client() as client:
         client.send(CHUNKED_HEAD + framed(b"x" * 100_000))
         balancer.wait_for(lambda: used() == 100_000)
@@ -399,7 +399,7 @@ def test_a_replica_that_sends_no_more_need_not_read_the_rest(
     balancer = start_balancer(a)
 
     def is_full() -> bool:
-        pools = balancer.balancer._pools._pools.values()
+        pools = balancer.balancer.plane.pools._pools.values()
         return any(connection.full for pool in pools for connection in pool._open)
 
     with balancer.client() as client:
@@ -447,7 +447,7 @@ def test_what_a_replica_answered_is_read_though_writing_to_it_fails(
         blocked.join()
         assert client.answer().status == 413
     assert balancer.metric("upstream_errors_total") == 0
-    assert balancer.call(balancer.balancer._pools.connections) == {"idle": 0, "active": 0}
+    assert balancer.call(balancer.balancer._pool_connections) == {"idle": 0, "active": 0}
 
 
 def test_an_answer_before_the_end_of_a_slow_upload_is_passed_on_at_once(
@@ -468,7 +468,7 @@ def test_an_answer_before_the_end_of_a_slow_upload_is_passed_on_at_once(
         client.send(b"0\r\n\r\n")
         assert client.ended()
     a.wait_for(lambda: a.requests[0].peer_closed_at)
-    assert balancer.call(lambda: balancer.balancer._pools.connections()) == {"idle": 0, "active": 0}
+    assert balancer.call(lambda: balancer.balancer._pool_connections()) == {"idle": 0, "active": 0}
     assert balancer.get().status == 200
 
 
@@ -583,13 +583,13 @@ def test_a_connection_with_half_a_request_on_it_is_never_used_again(
     balancer = start_balancer(a)
     with balancer.client() as client:
         client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        balancer.wait_for(lambda: len(balancer.balancer.server) == 1)
+        balancer.wait_for(lambda: len(balancer.balancer.plane.server) == 1)
         balancer.call(lambda: shrink_send_buffers(balancer))
         a.behave(answers_without_reading)
         client.send(CHUNKED_HEAD + framed(b"begun"))
 
         def passed_on() -> int:
-            return next(iter(balancer.balancer.proxy.running)).bytes_out
+            return next(iter(balancer.balancer.plane.proxy.running)).bytes_out
 
         a.wait_for(lambda: a.requests)
         for sent, turn in zip((60_000, 120_000, 150_000), turns, strict=True):
@@ -598,14 +598,14 @@ def test_a_connection_with_half_a_request_on_it_is_never_used_again(
         client.send(b"zz\r\n")
         balancer.wait_for(lambda: connections_of(balancer)[0]._fault)
         assert client.answer().body == b"y" * 150_000
-    balancer.wait_for(lambda: not balancer.balancer.proxy.running)
+    balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running)
     assert balancer.get().status == 200
     a.wait_for(lambda: a.requests[0].peer_closed_at)
     assert a.requests[1].number_on_connection == 1
 
 
 def connections_of(balancer: RunningBalancer) -> list:  # type: ignore[type-arg]
-    return list(balancer.balancer.server._connections)
+    return list(balancer.balancer.plane.server._connections)
 
 
 def shrink_send_buffers(balancer: RunningBalancer) -> None:
@@ -631,7 +631,7 @@ def test_a_client_that_leaves_in_a_pause_between_attempts_stays_gone(
             time.sleep(0.05)
 
         balancer.call(both_at_once)
-    balancer.wait_for(lambda: not balancer.balancer.proxy.running, seconds=2)
+    balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running, seconds=2)
     assert balancer.in_flight() == 0
     assert balancer.metric("client_disconnects_total", phase="request_body") == 1
 

@@ -88,11 +88,11 @@ class Bench:
     def __init__(self, descriptor: int) -> None:
         settings = load({"controller_url": "http://x", "port": "0", "access_log": "off"}, {})
         self.balancer = Balancer(settings, Log(log_format="json", level="error"))
-        change = self.balancer.table.apply([ReadyReplica("http://10.0.0.1", None)], 0.0)
-        pool = self.balancer._pools.open(change.added[0])
+        change = self.balancer.plane.table.apply([ReadyReplica("http://10.0.0.1", None)], 0.0)
+        pool = self.balancer.plane.pools.open(change.added[0])
         self.pool, self.to_replica = pool, Wire(descriptor)
         self.reconnect()
-        self.client = ClientConnection(self.balancer.server)
+        self.client = ClientConnection(self.balancer.plane.server)
         self.to_client = Wire(descriptor)
         self.client.connection_made(self.to_client)
 
@@ -110,7 +110,7 @@ class Bench:
             self.client.data_received(piece)
         for piece in answer:
             self.upstream.data_received(piece)
-        assert not self.balancer.proxy.running
+        assert not self.balancer.plane.proxy.running
         self.reconnect()
         sent = without_id(self.to_replica.written), without_id(self.to_client.written)
         self.to_replica.written = self.to_client.written = b""
@@ -201,4 +201,4 @@ async def test_an_answer_cut_anywhere(answer: bytes, quiet_descriptor: int) -> N
         pieces = [answer[:cut], answer[cut:]]
         _, sent = bench.exchange([REQUESTS[0]], pieces)
         assert framed(sent) == framed(whole), f"cut at {cut}: {pieces}"
-        assert bench.balancer.metrics.connections["created"] == 0
+        assert bench.balancer.metrics.numbers.connections["created"] == 0

@@ -758,7 +758,7 @@ def test_requests_sent_ahead_do_not_pile_up(a: ScriptedReplica, balancer: Runnin
             assert client.answer().body == b"/%d x" % number
             if number % 50 == 0:
                 waiting = balancer.call(
-                    lambda: [len(c._requests) for c in balancer.balancer.server._connections]
+                    lambda: [len(c._requests) for c in balancer.balancer.plane.server._connections]
                 )
                 most = max(most, *waiting)
         client.sock.shutdown(2)
@@ -806,6 +806,8 @@ def test_what_a_client_sends_ahead_of_a_101_is_held_back(
         with pytest.raises(TimeoutError):
             client.send(b"x" * (64 * 1024 * KIB))
         waiting = balancer.call(
-            lambda: [len(c.after_upgrade or b"") for c in balancer.balancer.server._connections]
+            lambda: [
+                len(c.after_upgrade or b"") for c in balancer.balancer.plane.server._connections
+            ]
         )
         assert max(waiting) < 1024 * KIB

@@ -411,14 +411,15 @@ class Fuzz:
         told = f"SKYSERVE_TEST_SEED={SEED}"
         assert not self.crashes, (told, self.crashes)
         assert not self.balancer.log.named("request.failed"), told
-        balancer, pools = self.balancer, self.balancer.balancer._pools
+        balancer = self.balancer
+        connections = balancer.balancer._pool_connections
         assert balancer.metric("responses_total", code="500") == 0 or self.name != "requests", told
-        balancer.wait_for(lambda: not balancer.balancer.proxy.running)
+        balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running)
         assert balancer.in_flight() == 0, told
-        balancer.wait_for(lambda: not len(balancer.balancer.server))
-        balancer.wait_for(lambda: pools.connections()["active"] == 0)
+        balancer.wait_for(lambda: not len(balancer.balancer.plane.server))
+        balancer.wait_for(lambda: connections()["active"] == 0)
         balancer.wait_for(
-            lambda: sum(r.open_connections for r in self.replicas) == pools.connections()["idle"]
+            lambda: sum(r.open_connections for r in self.replicas) == connections()["idle"]
         )
         for replica in self.replicas:
             assert not replica.faults, (told, replica.faults[:3])

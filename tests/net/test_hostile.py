@@ -255,7 +255,7 @@ def test_a_body_that_breaks_its_rules_under_way_ends_the_request(name: str, site
     site.replica.wait_for(lambda: record.peer_closed_at)
     assert not record.body_complete
     assert len(site.replica.requests) == before + 1
-    site.balancer.wait_for(lambda: not site.balancer.balancer.proxy.running)
+    site.balancer.wait_for(lambda: not site.balancer.balancer.plane.proxy.running)
     assert site.balancer.metric("replica_set_changes_total", change="ejected") == 0
 
 
@@ -400,7 +400,7 @@ def test_idle_connections_are_closed(
         assert fresh.ended()
         assert used.ended()
         assert time.monotonic() - started < 2.5
-    balancer.wait_for(lambda: not len(balancer.balancer.server))
+    balancer.wait_for(lambda: not len(balancer.balancer.plane.server))
 
 
 def test_a_request_that_takes_long_is_not_idle(
@@ -435,7 +435,7 @@ def test_connections_beyond_the_limit_are_told_so(
         for client in clients:
             assert client.ask(request()).status == 200
         assert balancer.metric("rejected_requests_total", reason="overload") == 3
-    balancer.wait_for(lambda: not len(balancer.balancer.server))
+    balancer.wait_for(lambda: not len(balancer.balancer.plane.server))
     assert balancer.get().status == 200
     assert len(a.requests) == 7
 
@@ -674,7 +674,7 @@ def test_a_client_that_leaves_in_its_head_or_body_is_no_failure(site: Site) -> N
     with site.balancer.client() as client:
         client.send(request("POST", headers={"Content-Length": "5"}) + b"a")
         site.replica.wait_for(lambda: len(site.replica.requests) > before)
-    site.balancer.wait_for(lambda: not len(site.balancer.balancer.server))
+    site.balancer.wait_for(lambda: not len(site.balancer.balancer.plane.server))
     assert site.balancer.in_flight() == 0
     assert site.balancer.get().status == 200
 

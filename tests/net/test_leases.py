@@ -77,7 +77,7 @@ def test_counts_are_zero_after_clients_left_at_every_await(
         with balancer.client() as client:
             client.send(HALF_A_BODY if number % 3 == 0 else request())
             time.sleep(chance.choice([0, 0, 0.001, 0.005, 0.02]))
-    balancer.wait_for(lambda: not balancer.balancer.proxy.running, seconds=3)
+    balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running, seconds=3)
     assert balancer.in_flight() == 0
     gone = balancer.metric("client_disconnects_total")
     finished = balancer.metric("requests_total")
@@ -97,10 +97,10 @@ def test_counts_are_zero_after_clients_left_while_there_was_no_replica(
     clients = [balancer.client() for _ in range(20)]
     for client in clients:
         client.send(request())
-    balancer.wait_for(lambda: len(balancer.balancer.proxy.running) == 20)
+    balancer.wait_for(lambda: len(balancer.balancer.plane.proxy.running) == 20)
     for client in clients:
         client.sock.close()
-    balancer.wait_for(lambda: not balancer.balancer.proxy.running, seconds=1)
+    balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running, seconds=1)
     assert balancer.metric("client_disconnects_total", phase="before_head") == 20
 
 
@@ -113,10 +113,10 @@ def test_counts_are_zero_after_clients_left_while_a_connect_hangs(
     clients = [balancer.client() for _ in range(5)]
     for client in clients:
         client.send(request())
-    balancer.wait_for(lambda: len(balancer.balancer.proxy.running) == 5)
+    balancer.wait_for(lambda: len(balancer.balancer.plane.proxy.running) == 5)
     for client in clients:
         client.sock.close()
-    balancer.wait_for(lambda: not balancer.balancer.proxy.running, seconds=1)
+    balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running, seconds=1)
     assert balancer.in_flight() == 0
 
 

@@ -105,7 +105,9 @@ def during_an_upload_that_nobody_takes(
     """
 
     def held() -> bool:
-        return all(connection._reading_held for connection in balancer.balancer.server._connections)
+        return all(
+            connection._reading_held for connection in balancer.balancer.plane.server._connections
+        )
 
     client.send(LONG_POST)
     a.wait_for(lambda: a.requests)
@@ -177,9 +179,9 @@ def test_a_client_that_leaves_while_there_is_no_replica(
     balancer = start_balancer(no_replica_wait="20s")
     with balancer.client() as client:
         client.send(request(body=b"whole"))
-        balancer.wait_for(lambda: balancer.balancer.proxy.running)
+        balancer.wait_for(lambda: balancer.balancer.plane.proxy.running)
         leave(client)
-        balancer.wait_for(lambda: not balancer.balancer.proxy.running, SECONDS_TO_NOTICE)
+        balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running, SECONDS_TO_NOTICE)
     assert balancer.metric("client_disconnects_total", phase="before_head") == 1
     assert balancer.log.wait_for("request.finished")[0]["status"] == 499
 
@@ -193,9 +195,9 @@ def test_a_client_that_leaves_while_a_connect_hangs(
     a.stall_connects()
     with balancer.client() as client:
         client.send(request())
-        balancer.wait_for(lambda: balancer.balancer.proxy.running)
+        balancer.wait_for(lambda: balancer.balancer.plane.proxy.running)
         leave(client)
-        balancer.wait_for(lambda: not balancer.balancer.proxy.running, SECONDS_TO_NOTICE)
+        balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running, SECONDS_TO_NOTICE)
     assert balancer.metric("client_disconnects_total", phase="before_head") == 1
     assert balancer.metric("upstream_errors_total") == 0
 
@@ -273,23 +275,23 @@ def test_a_client_that_never_takes_the_end_of_an_answer_is_cut_in_the_end(
     balancer = start_balancer(a, keepalive_timeout="1s")
 
     def shrink_send_buffer() -> None:
-        for connection in balancer.balancer.server._connections:
+        for connection in balancer.balancer.plane.server._connections:
             sock = connection.transport.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
     def unsent_answer() -> int:
-        (connection,) = balancer.balancer.server._connections
+        (connection,) = balancer.balancer.plane.server._connections
         assert connection.transport is not None
         return connection.transport.get_write_buffer_size()
 
     with balancer.client() as client:
         client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        balancer.wait_for(lambda: len(balancer.balancer.server) == 1)
+        balancer.wait_for(lambda: len(balancer.balancer.plane.server) == 1)
         balancer.call(shrink_send_buffer)
         client.send(request(headers={"Connection": "close"}))
         balancer.log.wait_for("request.finished")
         assert 0 < balancer.call(unsent_answer) <= 64 * 1024
-        balancer.wait_for(lambda: len(balancer.balancer.server) == 0, 5)
+        balancer.wait_for(lambda: len(balancer.balancer.plane.server) == 0, 5)
 
 
 def test_fifty_clients_that_give_up_do_not_eject_a_slow_replica(
@@ -306,7 +308,7 @@ def test_fifty_clients_that_give_up_do_not_eject_a_slow_replica(
     for client in clients:
         client.sock.close()
     a.wait_for(lambda: all(record.peer_closed_at for record in a.requests))
-    balancer.wait_for(lambda: not balancer.balancer.proxy.running)
+    balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running)
     assert balancer.metric("responses_total", code="499") == 50
     assert balancer.metric("responses_total") == 50
     assert balancer.metric("replicas", state="ejected") == 0
@@ -343,7 +345,7 @@ def test_a_hundred_aborted_streams_leave_no_traceback(
             client.read_until(b"\r\n\r\n")
             client.read(number * 10)
             (closes, resets)[number % 2](client)
-    balancer.wait_for(lambda: not balancer.balancer.proxy.running)
+    balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running)
     balancer.call(gc.collect)
     assert complaints == []
     assert balancer.metric("client_disconnects_total", phase="streaming") == 100
@@ -364,11 +366,11 @@ def test_clients_that_leave_at_every_step_of_a_request_leave_nothing(
     for turns in range(60):
         client = balancer.client()
         client.send(request() if turns % 2 else request("POST", body=b"y" * 100_000))
-        balancer.wait_for(lambda: len(balancer.balancer.server))
+        balancer.wait_for(lambda: len(balancer.balancer.plane.server))
         leave_after(balancer, turns)
         client.sock.close()
-    balancer.wait_for(lambda: not balancer.balancer.proxy.running)
-    balancer.wait_for(lambda: balancer.balancer._pools.connections() == {"idle": 0, "active": 0})
+    balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running)
+    balancer.wait_for(lambda: balancer.balancer._pool_connections() == {"idle": 0, "active": 0})
     for replica in (a, b):
         replica.wait_for(lambda r=replica: r.open_connections == 0)  # type: ignore[misc]
     balancer.call(gc.collect)
@@ -393,12 +395,12 @@ def test_a_client_that_leaves_just_as_an_attempt_fails_gets_no_other(
         a.wait_for(lambda: a.requests and a.requests[0].body_length == 5)
 
         def lose_the_replica() -> None:
-            for pool in balancer.balancer._pools._pools.values():
+            for pool in balancer.balancer.plane.pools._pools.values():
                 for connection in pool._open:
                     connection.abort()
 
         leave_after(balancer, turns, first=lose_the_replica)
-        balancer.wait_for(lambda: not balancer.balancer.proxy.running, SECONDS_TO_NOTICE)
+        balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running, SECONDS_TO_NOTICE)
         assert balancer.metric("client_disconnects_total") == 1
         assert balancer.metric("requests_total", outcome="client_closed") == 1
     a.wait_for(lambda: a.open_connections == 0)
@@ -419,12 +421,12 @@ def test_a_client_that_leaves_just_as_its_time_is_up_leaves_no_task(
         a.wait_for(lambda: a.requests)
 
         def both_in_one_turn() -> None:
-            for connection in balancer.balancer.server._connections:
+            for connection in balancer.balancer.plane.server._connections:
                 connection.abort()  # its loss is told in the next turn, after what is due by then
             time.sleep(0.6)
 
         balancer.call(both_in_one_turn)
-    balancer.wait_for(lambda: not balancer.balancer.proxy.running)
+    balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running)
     balancer.wait_for(lambda: len(asyncio.all_tasks()) == tasks, 3)
 
 
@@ -438,7 +440,7 @@ def leave_after(
         if more:
             balancer.loop.call_soon(turn, more - 1)
         else:
-            for connection in balancer.balancer.server._connections:
+            for connection in balancer.balancer.plane.server._connections:
                 connection.abort()
             left.set()
 

@@ -190,7 +190,7 @@ def start_quiet(start_balancer: StartBalancer, monkeypatch: pytest.MonkeyPatch) 
     def start(*replicas: ScriptedReplica, **settings: str) -> RunningBalancer:
         quiet = {"sync_interval": "1h", "upstream_keepalive": "10m", "no_replica_wait": "0"}
         balancer = start_balancer(*replicas, **quiet | settings)
-        balancer.wait_for(lambda: balancer.balancer.proxy.synced)
+        balancer.wait_for(lambda: balancer.balancer.plane.proxy.synced)
         return balancer
 
     return start
@@ -601,7 +601,7 @@ def test_own_time_leaves_out_the_wait_for_a_replica(
     balancer = start_balancer(no_replica_wait="20s")
     with balancer.client() as client:
         client.send(request())
-        balancer.wait_for(lambda: balancer.balancer.proxy.running)
+        balancer.wait_for(lambda: balancer.balancer.plane.proxy.running)
         time.sleep(0.3)  # what is not to be measured
         fake_controller.set_ready([a.url])
         assert client.answer().status == 200
@@ -707,7 +707,9 @@ def test_replicas_by_state_and_how_they_change(
     assert changes() == (expected := expected + Counter({"ejected": 1}))
     assert states(balancer) == {"serving": 2, "held": 0, "draining": 0, "ejected": 1}
     a.accept()
-    balancer.wait_for(lambda: not balancer.balancer.table.routable()[0].avoided(time.monotonic()))
+    balancer.wait_for(
+        lambda: not balancer.balancer.plane.table.routable()[0].avoided(time.monotonic())
+    )
     while not balancer.log.named("replica.restored"):
         assert ask(balancer, request()) == 200
     assert changes() == expected + Counter({"restored": 1})
@@ -825,7 +827,7 @@ def test_a_sync_is_counted_by_its_result(
 
 def test_arrivals_wait_for_the_next_sync_or_are_dropped(start_quiet: StartQuiet) -> None:
     balancer = start_quiet()
-    arrivals = balancer.balancer.proxy.arrivals
+    arrivals = balancer.balancer.plane.proxy.arrivals
 
     def old_and_new() -> None:
         arrivals.record(time.time() - 61)

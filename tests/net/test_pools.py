@@ -40,7 +40,7 @@ REQUESTS = 10_000 if os.environ.get("SKYSERVE_SOAK") else 2_000
 
 
 def connections(balancer: RunningBalancer) -> dict[str, int]:
-    return balancer.call(balancer.balancer._pools.connections)
+    return balancer.call(balancer.balancer._pool_connections)
 
 
 # --- no ceiling ---------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_two_thousand_quiet_streams_do_not_delay_the_next_request(
     assert time.monotonic() - began < 1
     for client in clients:
         client.sock.close()
-    balancer.wait_for(lambda: not balancer.balancer.proxy.running)
+    balancer.wait_for(lambda: not balancer.balancer.plane.proxy.running)
     a.wait_for(lambda: a.open_connections <= 1)
     assert connections(balancer) == {"idle": 1, "active": 0}
 
@@ -389,9 +389,9 @@ def test_no_socket_and_no_task_is_left_over(
 
     def quiet() -> bool:
         return not (
-            balancer.balancer.proxy.running
-            or len(balancer.balancer.server)
-            or any(balancer.balancer._pools.connections().values())
+            balancer.balancer.plane.proxy.running
+            or len(balancer.balancer.plane.server)
+            or any(balancer.balancer._pool_connections().values())
         )
 
     assert balancer.get().status == 200

@@ -57,7 +57,7 @@ def test_a_waiting_request_is_answered_when_a_replica_appears(
     late = replica_factory()
     with balancer.client() as client:
         client.send(request())
-        balancer.wait_for(lambda: len(balancer.balancer.proxy.running) == 1)
+        balancer.wait_for(lambda: len(balancer.balancer.plane.proxy.running) == 1)
         assert balancer.metric("inflight_requests") == 1
         fake_controller.set_ready([late.url])
         assert client.answer().status == 200
@@ -264,9 +264,9 @@ def test_the_metrics_do_not_grow_with_paths_nor_with_replicas_that_left(
     for number in range(5):
         others = [f"http://127.0.0.1:{10_000 + 100 * number + each}" for each in range(100)]
         fake_controller.set_ready([a.url, *others])
-        balancer.wait_for(lambda: len(balancer.balancer.table.routable()) == 101)
+        balancer.wait_for(lambda: len(balancer.balancer.plane.table.routable()) == 101)
         fake_controller.set_ready([a.url])
-        balancer.wait_for(lambda: len(balancer.balancer.table) == 1)
+        balancer.wait_for(lambda: len(balancer.balancer.plane.table) == 1)
     later = balancer.balancer.metrics.gauges.now() + 601
     balancer.balancer.metrics.gauges.now = lambda: later
     assert balancer.admin_get("/metrics").body.count(b"\n") == before

@@ -148,7 +148,7 @@ def test_a_body_beyond_the_replay_limit_is_single_attempt_once_it_is_lost(
     a.behave_always(reset())
     assert balancer.post(b"x" * 2000).status == 502
     assert len(b.requests) == 0
-    assert balancer.call(lambda: balancer.balancer.proxy.replay.used) == 0
+    assert balancer.call(lambda: balancer.balancer.plane.proxy.replay.used) == 0
 
 
 @pytest.mark.parametrize(

@@ -58,11 +58,11 @@ def test_nagle_is_off_and_keepalive_on_at_both_sides(
     balancer = start_balancer(a)
 
     def options() -> list[tuple[int, int]]:
-        pools = balancer.balancer._pools._pools.values()
+        pools = balancer.balancer.plane.pools._pools.values()
         upstream = [connection for pool in pools for connection in pool._open]
         sockets = [
             connection.transport.get_extra_info("socket")
-            for connection in (*balancer.balancer.server._connections, *upstream)
+            for connection in (*balancer.balancer.plane.server._connections, *upstream)
         ]
         return [
             (
@@ -293,7 +293,7 @@ def test_what_was_sent_ahead_of_a_cut_answer_is_not_begun(
         gate.set()
         with pytest.raises(Closed):
             client.read(100)
-    balancer.wait_for(lambda: not len(balancer.balancer.server))
+    balancer.wait_for(lambda: not len(balancer.balancer.plane.server))
     assert [each.target for each in a.requests] == [b"/"]
     assert balancer.metric("requests_total") == 1
 
@@ -429,7 +429,7 @@ def test_a_change_of_the_list_never_touches_a_running_stream(
             fake_controller.set_ready(urls)  # type: ignore[attr-defined]
             for _ in range(3):
                 fake_controller.wait_for_sync()  # type: ignore[attr-defined]
-        assert balancer.call(lambda: len(balancer.balancer.proxy.running)) == 1
+        assert balancer.call(lambda: len(balancer.balancer.plane.proxy.running)) == 1
         gate.set()
         assert client.chunk() == b"more"
         assert client.chunk() == b""

@@ -25,7 +25,7 @@ from controller_client.testing import (
     hold,
     stream,
 )
-from lb.app import StartError
+from lb.errors import StartError
 from lb.frames import close_frame
 from lb.metrics import Metrics
 from lb.transport import Connection

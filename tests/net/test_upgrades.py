@@ -215,7 +215,9 @@ def test_a_flood_before_the_answer_is_held_back(
     with balancer.client() as client:
         client.send(handshake())
         with sending(client, flood):
-            (connection,) = balancer.call(lambda: tuple(balancer.balancer.server._connections))
+            (connection,) = balancer.call(
+                lambda: tuple(balancer.balancer.plane.server._connections)
+            )
             balancer.wait_for(lambda: len(connection.after_upgrade or b"") > READ_LIMIT)
             held = balancer.call(lambda: len(connection.after_upgrade or b""))
             time.sleep(0.3)  # in which all of it would be here
@@ -447,7 +449,7 @@ def test_a_client_that_does_not_read_stalls_the_replica(
         client.send(handshake())
         a.wait_for(lambda: a.requests and a.requests[0].bytes_sent > MIB)
         assert settled(a, balancer) < total * 2 // 3
-        (connection,) = balancer.call(lambda: tuple(balancer.balancer.server._connections))
+        (connection,) = balancer.call(lambda: tuple(balancer.balancer.plane.server._connections))
         assert connection.transport is not None
         assert balancer.call(connection.transport.get_write_buffer_size) < MIB
         assert client.answer().status == 101
@@ -481,7 +483,7 @@ def test_a_replica_that_does_not_read_stalls_the_client_and_still_gets_all(
     block = os.urandom(MIB)
     with balancer.client() as client:
         upgraded(client)
-        (connection,) = balancer.call(lambda: tuple(balancer.balancer.server._connections))
+        (connection,) = balancer.call(lambda: tuple(balancer.balancer.plane.server._connections))
         client.sock.settimeout(0.5)
         try:
             while sent < 256 * MIB:
@@ -536,7 +538,7 @@ def test_a_client_that_was_slow_for_a_while_may_be_silent_as_long_as_others(
     balancer = start_balancer(a, stream_idle_timeout="1s")
     with balancer.client() as client:
         client.send(handshake("other"))
-        (connection,) = balancer.call(lambda: tuple(balancer.balancer.server._connections))
+        (connection,) = balancer.call(lambda: tuple(balancer.balancer.plane.server._connections))
         balancer.wait_for(lambda: connection.full)
         assert client.answer().status == 101
         assert len(client.read(total)) == total
@@ -709,7 +711,7 @@ def test_a_drain_leaves_a_close_of_their_own_alone(
         balancer.wait_for(
             lambda: all(
                 connection.frames is not None and connection.frames.over
-                for connection in balancer.balancer.server._connections
+                for connection in balancer.balancer.plane.server._connections
             )
         )
         balancer.call(balancer.balancer.drain)
@@ -759,7 +761,7 @@ def test_a_drain_lets_other_protocols_run_until_its_time_is_over(
     with balancer.client() as client:
         upgraded(client, protocol="tcp")
         balancer.call(balancer.balancer.drain)
-        balancer.wait_for(lambda: balancer.balancer.server.draining)
+        balancer.wait_for(lambda: balancer.balancer.plane.server.draining)
         time.sleep(0.3)  # past the last call
         client.send(b"still here")
         assert client.read(10) == b"still here"
@@ -905,5 +907,5 @@ def test_a_hundred_tunnels_leave_nothing_behind(
     balancer.log.wait_for("request.finished", 100)
     assert balancer.in_flight() == 0
     assert balancer.metric("requests_total", outcome="ok") == 100
-    balancer.wait_for(lambda: balancer.balancer._pools.connections() == {"idle": 0, "active": 0})
+    balancer.wait_for(lambda: balancer.balancer._pool_connections() == {"idle": 0, "active": 0})
     assert balancer.metric("upstream_errors_total") == 0

@@ -178,7 +178,7 @@ def test_an_answer_of_which_a_part_is_still_in_our_buffer_is_sent_whole(
     with RunningBalancer(fake_controller.url) as balancer:
 
         def unsent() -> int:
-            clients = balancer.balancer.server._connections
+            clients = balancer.balancer.plane.server._connections
             return sum(client.transport.get_write_buffer_size() for client in set(clients))
 
         def until_it_is_full() -> Iterator[bytes]:

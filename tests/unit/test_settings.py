@@ -43,6 +43,7 @@ def test_the_defaults() -> None:
         "admin_token_file": None,
         "tls_keyfile": None,
         "tls_certfile": None,
+        "workers": 1,
         "sync_interval": 20.0,
         "grace_period": 30.0,
         "policy": "least_load",
@@ -109,6 +110,7 @@ def test_the_environment_serves_every_option() -> None:
         "admin_token_file": "t",
         "tls_keyfile": "k.pem",
         "tls_certfile": "c.pem",
+        "workers": "3",
         "sync_interval": "1",
         "grace_period": "2",
         "policy": "instance_aware_least_load",
@@ -145,6 +147,7 @@ def test_the_environment_serves_every_option() -> None:
         admin_token_file="t",
         tls_keyfile="k.pem",
         tls_certfile="c.pem",
+        workers=3,
         sync_interval=1.0,
         grace_period=2.0,
         policy="instance_aware_least_load",
@@ -413,7 +416,7 @@ def test_the_table_has_a_row_for_every_option() -> None:
         "| `--controller-url URL` (stock: `--controller-addr`) | `SKYSERVE_LB_CONTROLLER_URL` | required |"
     )
     assert (
-        "| `--retry before-response\\|safe` | `SKYSERVE_LB_RETRY` | `before-response` |" in rows[17]
+        "| `--retry before-response\\|safe` | `SKYSERVE_LB_RETRY` | `before-response` |" in rows[18]
     )
     assert any("| 1.5 x sync interval |" in row for row in rows)
 

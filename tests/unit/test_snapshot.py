@@ -1,15 +1,14 @@
-"""Snapshots: they add up, and what people are told of them."""
+"""Snapshots: what people are told of them."""
 
-import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lb.events import KEPT, EventFacts
+from lb.events import EventFacts
 from lb.history import Tick
-from lb.snapshot import ReplicaFacts, Snapshot, merge, percentiles, status
+from lb.snapshot import ReplicaFacts, Snapshot, percentiles, status
 
 NOW = 10_000.0
 EDGES = [0.1, 1.0, 10.0]
@@ -81,108 +80,6 @@ def snapshot(*replicas: ReplicaFacts, **facts: Any) -> Snapshot:
         "events": [],
     }
     return {**plain, **facts}  # type: ignore[typeddict-item]
-
-
-# --- several processes ----------------------------------------------------------------------------
-
-
-def test_one_alone_stays_as_it_is() -> None:
-    one = snapshot(replica(), ticks=[tick(5)], events=[event(1.0)])
-    assert merge([one]) == one
-    assert json.loads(json.dumps(one)) == one
-
-
-def test_counts_add_up_and_the_rest_is_the_worst_or_the_newest() -> None:
-    one = snapshot(in_flight=2, oldest_seconds=1.0, draining=True, not_ready="draining")
-    two = snapshot(in_flight=3, oldest_seconds=9.0, now=NOW + 1)
-    two["about"] = {**two["about"], "started": 4.0}
-    two["sync"] = {**two["sync"], "last_answer": NOW, "result": "empty"}
-    both = merge([one, two])
-    assert (both["in_flight"], both["oldest_seconds"], both["processes"]) == (5, 9.0, 2)
-    assert (both["now"], both["about"]["started"]) == (NOW + 1, 4.0)
-    assert (both["draining"], both["not_ready"]) == (True, None)
-    assert both["sync"] == two["sync"]
-
-
-def test_it_is_ready_if_one_is_and_never_answered_is_the_oldest() -> None:
-    one = snapshot(not_ready="draining")
-    one["sync"] = {**one["sync"], "last_answer": None}
-    two = snapshot(not_ready="no routable replica")
-    both = merge([one, two])
-    assert both["not_ready"] == "draining"
-    assert both["sync"] == two["sync"]
-
-
-def test_a_replica_of_several_is_one() -> None:
-    one = replica(in_flight=1, finished=10, failed=1, idle_connections=1, active_connections=1)
-    two = replica(
-        in_flight=2,
-        finished=20,
-        failed=2,
-        idle_connections=3,
-        active_connections=2,
-        state="held",
-        since=7.0,
-        ejected=True,
-        ejected_until=NOW + 3,
-        failures=4,
-    )
-    (found,) = merge([snapshot(one), snapshot(two)])["replicas"]
-    assert found == replica(
-        in_flight=3,
-        finished=30,
-        failed=3,
-        idle_connections=4,
-        active_connections=3,
-        state="held",
-        since=7.0,
-        ejected=True,
-        ejected_until=NOW + 3,
-        failures=4,
-    )
-
-
-def test_ticks_that_end_together_add_up() -> None:
-    one = [tick(5, (1, 0, 0, 0), outcomes={"ok": 1}, in_flight=1), tick(15, outcomes={"ok": 9})]
-    two = [
-        tick(5, (1, 2, 0, 0), outcomes={"ok": 1, "lb_error": 2}, seconds=5.5, in_flight=2),
-        tick(10),
-    ]
-    assert merge([snapshot(ticks=one), snapshot(ticks=two)])["ticks"] == [
-        tick(5, (2, 2, 0, 0), outcomes={"ok": 2, "lb_error": 2}, seconds=5.5, in_flight=3),
-        tick(10),
-        tick(15, outcomes={"ok": 9}),
-    ]
-
-
-def test_the_newest_events_of_all() -> None:
-    one, two = [event(float(n)) for n in range(KEPT)], [event(n + 0.5) for n in range(KEPT)]
-    found = merge([snapshot(events=one), snapshot(events=two)])["events"]
-    assert len(found) == KEPT
-    assert [each["at"] for each in found] == sorted(n / 2 for n in range(KEPT, 2 * KEPT))
-
-
-facts = st.builds(
-    lambda number, at, count: snapshot(
-        replica(f"{number}:1", in_flight=count, finished=count),
-        ticks=[tick(at, (count, 0, 0, 1), outcomes={"ok": count}, in_flight=count)],
-        in_flight=count,
-    ),
-    st.integers(0, 2),
-    st.integers(0, 2),
-    st.integers(0, 99),
-)
-
-
-@given(st.lists(facts, min_size=1, max_size=5), st.lists(facts, min_size=1, max_size=5))
-def test_it_does_not_matter_who_is_added_first(one: list[Snapshot], two: list[Snapshot]) -> None:
-    at_once, by_parts = status(merge([*one, *two])), status(merge([merge(one), merge(two)]))
-    assert at_once == by_parts
-    swapped = status(merge([*two, *one]))
-    assert (swapped["history"], swapped["replicas"]) == (at_once["history"], at_once["replicas"])
-
-
-# --- for people -----------------------------------------------------------------------------------
 
 
 def test_a_balancer_that_has_seen_nothing() -> None:
