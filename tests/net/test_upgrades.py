@@ -18,7 +18,7 @@ import anyio.to_thread
 import pytest
 from aiohttp import web
 
-import lb.app
+import lb.dataplane
 import lb.websocket
 from controller_client.testing import (
     Behaviour,
@@ -632,7 +632,7 @@ def test_a_running_connection_outlives_its_replica_in_the_list(
 @pytest.fixture
 def short_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drain without the second in which new requests are still taken."""
-    monkeypatch.setattr(lb.app, "LAST_CALL_SECONDS", 0.1)
+    monkeypatch.setattr(lb.dataplane, "LAST_CALL_SECONDS", 0.1)
 
 
 @pytest.mark.usefixtures("short_last_call")
