@@ -63,6 +63,10 @@ class Fields:
             return []
         return [pair[1] for each, pair in zip(self.names, self.pairs, strict=True) if each == name]
 
+    def is_chunked_alone(self) -> bool:
+        """Is `chunked` all that was done to the body for the transfer?"""
+        return [coding.lower() for coding in self.all(b"transfer-encoding")] == [b"chunked"]
+
     def tokens(self, name: bytes) -> set[bytes]:
         """All comma-separated tokens, in lower case, of the headers of this (lower-case) name."""
         return {t.strip().lower() for each in self.all(name) for t in each.split(b",")} - {b""}

@@ -82,12 +82,12 @@ def _refusal(message: RawRequestMessage, fields: Fields, host: bytes) -> BadRequ
         return BadRequest("only HTTP/1.0 and HTTP/1.1 are spoken here", status=505)
     if not HOST.fullmatch(host):
         return BadRequest("the Host is not valid")
-    codings = fields.all(b"transfer-encoding")
-    if codings and message.version == HttpVersion10:
-        # RFC 9112, section 6.1: its framing is to be taken for faulty.
-        return BadRequest("Transfer-Encoding in an HTTP/1.0 request")
-    if codings and [coding.lower() for coding in codings] != [b"chunked"]:
-        return BadRequest("a Transfer-Encoding other than chunked is not supported", status=501)
+    if b"transfer-encoding" in fields.first:
+        if message.version == HttpVersion10:
+            # RFC 9112, section 6.1: its framing is to be taken for faulty.
+            return BadRequest("Transfer-Encoding in an HTTP/1.0 request")
+        if not fields.is_chunked_alone():
+            return BadRequest("a Transfer-Encoding other than chunked is not supported", status=501)
     length = fields.first.get(b"content-length")
     if length is not None and is_absurd(length):
         return BadRequest("the Content-Length is out of all proportion", status=413)

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import anyio
-from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError, RawResponseMessage
 
 from lb.errors import (
@@ -35,7 +34,15 @@ from lb.headers import Fields, has_no_body
 from lb.metrics import Metrics
 from lb.replicas import Replica
 from lb.transport import Connection
-from lb.wire import END_OF_HEAD, MAX_HEAD_BYTES, check_answer, fault_of, response_parser
+from lb.wire import (
+    CARRIED,
+    END_OF_ANSWER_HEAD,
+    MAX_HEAD_BYTES,
+    check_answer,
+    chunk_parser,
+    fault_of,
+    response_head_parser,
+)
 
 READ_SIZE = 256 * 1024
 # 1xx answers to one request that are passed on; a replica that sends more is not well.
@@ -88,12 +95,13 @@ class UpstreamConnection(Connection):
         self._taker: Taker | None = None
         # Where we are in what the replica sends.
         self._receive: Callable[[bytes], None] = self._unasked
-        self._parser: Any = None
-        self._stream: Any = None  # of a chunked body
+        self._parser: Any = None  # of heads, or of a chunked body...
+        self._stream: Any = None  # ...which it fills
         self._method = "GET"
         self._left = 0  # of a body with a length
         self._answer_begun = False
-        self._head_bytes = 0  # of the answer's head, so far
+        self._head_bytes = 0  # of the answer's head, so far...
+        self._carried = b""  # ...and the last of them, which may be the start of its end
         self._interim = 0  # 1xx answers, so far
         self._told = False  # of the head of the answer proper...
         self._complete = False  # ...and of all of it
@@ -106,7 +114,8 @@ class UpstreamConnection(Connection):
         """Get ready for the answer to one request of this method."""
         self._taker = taker
         self._method = method
-        self._parser = response_parser(self, method)
+        if self._parser is None:
+            self._parser = response_head_parser(self)
         self._receive = self._in_head
         self._answer_begun = self._told = self._complete = False
         self._head_bytes = self._interim = 0
@@ -115,8 +124,10 @@ class UpstreamConnection(Connection):
         """The exchange is over, its body read to the end: keep the connection for another, or close it."""
         self.end_flow()
         in_order = self._is_in_order()
-        self._taker = self._parser = None
+        self._taker = None
         self._receive = self._unasked
+        if self._stream is not None:
+            self._parser = self._stream = None
         if not in_order:
             self.abort()
         elif self._keep:
@@ -129,7 +140,7 @@ class UpstreamConnection(Connection):
         if self.transport is None or self.transport.get_write_buffer_size():
             return False
         try:
-            return self._parser is None or self._parser.feed_eof() is None
+            return self._stream is None or self._parser.feed_eof() is None
         except HttpProcessingError:
             return False
 
@@ -166,27 +177,40 @@ class UpstreamConnection(Connection):
         self._keep = False
 
     def _in_head(self, data: bytes) -> None:
-        """Up to the end of a head: in one piece with it, bytes that belong to no answer would spoil it."""
+        """Up to the end of a head: the body is not for its parser."""
         self._answer_begun = True
         while data:
-            found = data.find(END_OF_HEAD)
-            end = len(data) if found < 0 else found + len(END_OF_HEAD)
+            piece = self._piece_of_head(data)
+            data = data[len(piece) :]
             try:
-                messages, _, tail = self._parser.feed_data(data[:end])
-                for message, stream in messages:
+                messages, _, _ = self._parser.feed_data(piece)
+                for message, _ in messages:
+                    self._head_bytes = 0
                     response = self._response(message)
                     if response.status >= 200 or response.status == 101:
-                        self._answer(response, stream, tail + data[end:])
+                        self._answer(response, data)
                         return
                     self._pass_on(response)
             except HttpProcessingError as error:
                 self._fail("protocol", f"its answer is no valid HTTP ({fault_of(error)})")
+            else:
+                if self._head_bytes > MAX_HEAD_BYTES:
+                    what = f"the head of its answer is longer than {MAX_HEAD_BYTES} bytes"
+                    self._fail("protocol", what)
+            if self._taker is None:
                 return
-            self._head_bytes = 0 if messages else self._head_bytes + end
-            if self._head_bytes > MAX_HEAD_BYTES:
-                what = f"the head of its answer is longer than {MAX_HEAD_BYTES} bytes"
-                self._fail("protocol", what)
-            data = data[end:] if self._taker is not None else b""
+
+    def _piece_of_head(self, data: bytes) -> bytes:
+        """What of this belongs to the head."""
+        known = self._carried + data
+        found = END_OF_ANSWER_HEAD.search(known)
+        if found is None:
+            self._carried, piece = known[-CARRIED:], data
+        else:
+            piece = data[: found.end() - len(self._carried)]
+            self._carried = b""
+        self._head_bytes += len(piece)
+        return piece
 
     def _response(self, message: RawResponseMessage) -> Response:
         """Raises HttpProcessingError for what must not be passed on."""
@@ -194,13 +218,13 @@ class UpstreamConnection(Connection):
         check_answer(message, fields)
         has_body = not has_no_body(self._method, message.code)
         return Response(
-            status=message.code,
-            reason=message.reason.encode("utf-8", "surrogateescape"),
-            fields=fields,
-            has_body=has_body,
-            chunked=message.chunked,
-            length=fields.first.get(b"content-length"),
-            may_keep=not message.should_close,
+            message.code,
+            message.reason.encode("utf-8", "surrogateescape"),
+            fields,
+            has_body,
+            message.chunked,
+            fields.first.get(b"content-length"),
+            not message.should_close,
         )
 
     def _pass_on(self, response: Response) -> None:
@@ -212,7 +236,7 @@ class UpstreamConnection(Connection):
         else:
             self._taker.answered(response, b"", False)
 
-    def _answer(self, response: Response, stream: StreamReader, rest: bytes) -> None:
+    def _answer(self, response: Response, rest: bytes) -> None:
         """The answer proper; `rest` is what came behind its head. The last that is done with them:
         where that was all, the connection may carry the next request when this returns."""
         data = b""
@@ -225,22 +249,17 @@ class UpstreamConnection(Connection):
             self._receive, self._complete = self._behind, True
         else:
             self._keep = self._keep and response.may_keep
-            data = self._begin_body(response, stream, rest)
+            data = self._begin_body(response, rest)
         if self._taker is not None:  # else what came of the body was no chunked body
             self._told = True
             self._taker.answered(response, data, self._complete)
 
-    def _begin_body(self, response: Response, stream: StreamReader, rest: bytes) -> bytes:
-        """From here on the parser is needed for chunks alone; what is here of the body."""
+    def _begin_body(self, response: Response, rest: bytes) -> bytes:
+        """What is here of the body."""
         if response.chunked:
-            self._receive, self._stream = self._in_chunks, stream
+            self._receive = self._in_chunks
+            self._parser, self._stream = chunk_parser(self)
             return self._unchunk(rest)
-        self._parser = None
-        if stream.total_bytes:
-            # The head's end was cut, or its lines end without a CR: the parser has the first bytes
-            # of the body, and whatever it has behind them is lost with it.
-            rest = stream.read_nowait() + rest
-            self._keep = False
         if response.length is None:
             self._receive = self._to_the_end
             return rest

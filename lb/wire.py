@@ -9,6 +9,7 @@ import asyncio
 import re
 from typing import Any
 
+from aiohttp import StreamReader
 from aiohttp.http import (
     HttpProcessingError,
     HttpRequestParser,
@@ -34,6 +35,9 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_HEAD_BYTES = 256 * 1024
 MAX_HEADERS = 512
 END_OF_HEAD = b"\r\n\r\n"
+# An answer's lines may end without a CR. At most so many bytes of its end can have come before the rest.
+END_OF_ANSWER_HEAD = re.compile(rb"\n\r?\n")
+CARRIED = 2
 # More digits than any length has. The parsers take 2**64 - 1 for no length at all, which the other
 # side does not: it would wait for that body, or take the messages that follow for a part of it.
 MAX_LENGTH_DIGITS = 18
@@ -57,15 +61,17 @@ def request_parser(protocol: Any) -> Any:
     return HttpRequestParser(protocol, asyncio.get_running_loop(), **_LIMITS)
 
 
-def response_parser(protocol: Any, method: str) -> Any:
-    """A parser for the answer to one request of this method."""
-    return HttpResponseParser(
-        protocol,
-        asyncio.get_running_loop(),
-        response_with_body=method != "HEAD",
-        read_until_eof=True,
-        **_LIMITS,
-    )
+def response_head_parser(protocol: Any) -> Any:
+    """A parser for the heads of one replica's answers; their bodies are not for it."""
+    loop = asyncio.get_running_loop()
+    return HttpResponseParser(protocol, loop, response_with_body=False, **_LIMITS)
+
+
+def chunk_parser(protocol: Any) -> tuple[Any, StreamReader]:
+    """A parser for one chunked body of an answer, and the stream that it fills."""
+    parser = HttpResponseParser(protocol, asyncio.get_running_loop(), **_LIMITS)
+    ((_, stream),), _, _ = parser.feed_data(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    return parser, stream
 
 
 def is_absurd(length: bytes) -> bool:
@@ -78,21 +84,20 @@ def check_answer(message: RawResponseMessage, fields: Fields) -> None:
 
     Raises HttpProcessingError.
     """
-    if message.version != HttpVersion11 and message.version != HttpVersion10:
+    if message.version not in (HttpVersion11, HttpVersion10):
         raise BadHttpMessage("neither HTTP/1.0 nor HTTP/1.1")
     if message.code < 100:
         raise BadHttpMessage("a status below 100")
     if "\0" in message.reason:
         raise BadHttpMessage("a NUL in the status line")
-    names = b"\n".join((*fields.names, b""))
-    if b" \n" in names or b"\t\n" in names:
+    names = b"".join(fields.names)
+    if b" " in names or b"\t" in names:
         # Taken for the framing, it would be passed on beside our own.
         raise BadHttpMessage("a header name that ends with a space")
     length = fields.first.get(b"content-length")
     if length is not None and is_absurd(length):
         raise BadHttpMessage("a Content-Length out of all proportion")
-    codings = fields.all(b"transfer-encoding")
-    if codings and [coding.lower() for coding in codings] != [b"chunked"]:
+    if b"transfer-encoding" in fields.first and not fields.is_chunked_alone():
         # The header is not passed on: the client would take what is still coded for the content.
         raise BadHttpMessage("a Transfer-Encoding other than chunked")
 
