@@ -140,7 +140,8 @@ class ClientConnection(Connection):
         while self._requests and not self.busy:
             self.busy = True
             self._request = self._requests.popleft()
-            self.resume_reading()
+            if self._reading_held:
+                self.resume_reading()
             self._handling = self._server.handler(self._request, self)
             self._handling.start()
         self._serving = False

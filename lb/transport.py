@@ -83,7 +83,7 @@ class Connection(asyncio.Protocol):
         sink._source = self
         if sink.full:
             self.pause_reading()
-        else:
+        elif self._reading_held:
             self.resume_reading()
 
     def end_flow(self) -> None:
@@ -91,7 +91,8 @@ class Connection(asyncio.Protocol):
         if self._sink is not None:
             self._sink._source = None
             self._sink = None
-            self.resume_reading()
+            if self._reading_held:
+                self.resume_reading()
 
     def join(self, other: Connection) -> None:
         """Make the two the ends of a tunnel."""

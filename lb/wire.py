@@ -70,7 +70,9 @@ def response_head_parser(protocol: Any) -> Any:
 def chunk_parser(protocol: Any) -> tuple[Any, StreamReader]:
     """A parser for one chunked body of an answer, and the stream that it fills."""
     parser = HttpResponseParser(protocol, asyncio.get_running_loop(), **_LIMITS)
-    ((_, stream),), _, _ = parser.feed_data(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    ((_, stream),), _, _ = parser.feed_data(
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
     return parser, stream
 
 

@@ -147,20 +147,14 @@ async def _main(descriptors: Sequence[int]) -> None:
 
 
 def main() -> int:
-    """`python -m lb.worker LINK LISTENER...`: descriptors of the socket pair and of the sockets."""
+    """Its arguments: the descriptors of the socket pair and of the sockets that listen."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # a terminal sends them to all; the control process tells
+        # A terminal sends them to all; the control process tells.
+        signal.signal(number, signal.SIG_IGN)
     try:
         uvloop.run(_main([int(each) for each in sys.argv[1:]]))
-    except (
-        StartError
-    ) as error:  # the files are not what they were when the control process read them
+    except StartError as error:
+        # The files are not what they were when the control process read them.
         print(f"skyserve-lb: {error}", file=sys.stderr)  # noqa: T201 - the operator's terminal
         return error.exit_code
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -47,6 +47,10 @@ from lb.server import BACKLOG
 from lb.settings import Settings
 from lb.worker import LOADS_SECONDS
 
+# With our own module path: `-m` would put the working directory first, with whatever it holds.
+PROGRAM = f"import sys; sys.path[:] = {sys.path}; from lb.worker import main; sys.exit(main())"
+# How long one may take to start.
+START_SECONDS = 30.0
 # One that dies sooner than this after its start is started again no sooner.
 SHORT_LIFE_SECONDS = 1.0
 # How long the answer to a question is waited for...
@@ -76,8 +80,9 @@ class Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptors = [theirs.fileno(), *(sock.fileno() for sock in self.sockets)]
-            command = (sys.executable, "-m", "lb.worker", *map(str, descriptors))
-            self.process = await asyncio.create_subprocess_exec(*command, pass_fds=descriptors)
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", PROGRAM, *map(str, descriptors), pass_fds=descriptors
+            )
         self.link = await Link.over(ours)
 
     def send(self, message: Message) -> None:
@@ -179,7 +184,7 @@ class Workers:
         worker.send(Begin(worker.number, self._share()))
         for message in self._lists:
             worker.send(message)
-        with anyio.move_on_after(SILENCE_SECONDS):
+        with anyio.move_on_after(START_SECONDS):
             assert worker.link is not None
             if isinstance(await worker.link.receive(), Serving):
                 return True

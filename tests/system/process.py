@@ -96,7 +96,11 @@ class Serve:
     def __enter__(self) -> Serve:
         for reader in self._readers:
             reader.start()
-        started = self.log.wait_for("server.started")[0]
+        try:
+            started = self.log.wait_for("server.started")[0]
+        except AssertionError as error:
+            self.__exit__(type(error), error, None)
+            raise
         self.address = address_in(started["address"])
         self.admin = address_in(started["admin"])
         return self

@@ -298,7 +298,7 @@ def test_one_that_does_nothing_any_more_is_replaced(
     replicas: list[ScriptedReplica], fake_controller: FakeController
 ) -> None:
     impatient = (
-        "import sys, lb.workers; lb.workers.SILENCE_SECONDS = 1; sys.argv[1:] = sys.argv[4:]; "
+        "import sys, lb.workers; lb.workers.SILENCE_SECONDS = 3; sys.argv[1:] = sys.argv[4:]; "
         "from lb.cli import main; sys.exit(main())"
     )
     options = ("--workers", str(WORKERS), "--access-log", "all")
@@ -307,6 +307,21 @@ def test_one_that_does_nothing_any_more_is_replaced(
         os.kill(workers_of(serve)[1], signal.SIGSTOP)
         silent = serve.log.wait_for("worker.silent")[0]
         assert serve.log.wait_for("worker.started")[0]["worker"] == silent["worker"]
+        reach_all(serve)
+
+
+def test_what_lies_in_the_working_directory_is_not_for_them(
+    replicas: list[ScriptedReplica], fake_controller: FakeController, tmp_path: Path
+) -> None:
+    (tmp_path / "lb.py").write_text("raise SystemExit('another one')")
+    as_installed = (
+        "import sys; sys.argv[1:] = sys.argv[4:]; sys.path.remove(''); "
+        "from lb.cli import main; sys.exit(main())"
+    )
+    options = ("--workers", str(WORKERS), "--access-log", "all")
+    prefix = (sys.executable, "-c", as_installed)
+    with Serve(fake_controller.url, *options, prefix=prefix, cwd=tmp_path) as serve:
+        serve.wait_for_replicas(4)
         reach_all(serve)
 
 
