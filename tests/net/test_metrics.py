@@ -37,7 +37,7 @@ from controller_client.testing import (
 )
 from lb.app import mode_of
 from lb.errors import RejectReason
-from lb.metrics import FORGET_SECONDS
+from lb.metrics import FORGET_SECONDS, Metrics
 from tests.net.conftest import StartBalancer
 from tests.net.harness import Closed, RawClient, RunningBalancer, chunked, request
 from tests.net.test_tls import Pair, TlsClient, TlsReplica, make_pair, pair
@@ -1052,3 +1052,49 @@ def test_a_request_that_outlives_its_replica_s_series_brings_none_back(
         assert not [key for key in series(balancer) if "replica_requests_total" in key]
     balancer.log.wait_for("request.finished")
     assert not [key for key in series(balancer) if "replica_requests_total" in key]
+
+
+# --- the numbers of several processes -----------------------------------------------------------
+
+
+def worked(*replicas: str) -> Metrics:
+    """What one process counted that sent one request to each of these."""
+    metrics = Metrics(service="s", policy="p")
+    for replica in replicas:
+        metrics.replica_added(replica)
+        metrics.request_finished(("ok", 200, "GET", 0.2, 0.01, 0.001, 3, 5, replica))
+    metrics.connection_created(0.002)
+    metrics.connection_reused()
+    metrics.loop_lag(0.0002)
+    metrics.client_disconnected("streaming")
+    metrics.retries_exhausted()
+    return metrics
+
+
+def test_the_numbers_of_processes_add_up() -> None:
+    """To those of one process that did it all; but a replica that is not known here stays unknown."""
+    total = Metrics(service="s", policy="p")
+    total.replica_added("a")
+    total.replica_added("b")
+    total.numbers.add(worked("a", "b").take())
+    total.numbers.add(worked("a", "gone").take())
+    numbers = total.numbers
+    assert numbers.requests["ok"] == numbers.responses[200, "GET"] == 4
+    assert (numbers.received_bytes, numbers.sent_bytes, numbers.exhausted) == (12, 20, 2)
+    assert (numbers.connections["created"], numbers.connections["reused"]) == (2, 2)
+    assert (sum(numbers.connects.counts), sum(numbers.loop_lags.counts)) == (2, 2)
+    assert sum(numbers.durations["ok"].counts) == sum(numbers.overheads.counts) == 4
+    assert numbers.durations["ok"].sum == pytest.approx(0.8)
+    assert numbers.disconnects["streaming"] == 2
+    assert {name: counts["ok"] for name, counts in numbers.replicas.items()} == {"a": 2, "b": 1}
+
+
+def test_what_was_taken_is_counted_no_more() -> None:
+    metrics = worked("a")
+    assert metrics.take().requests["ok"] == 1
+    taken = metrics.take()
+    assert taken.replicas.keys() == {"a"}  # it is known still
+    assert not any(taken.requests.values())
+    assert (taken.received_bytes, taken.exhausted, sum(taken.durations["ok"].counts)) == (0, 0, 0)
+    metrics.request_finished(("ok", 200, "GET", 0.2, 0.01, 0.001, 3, 5, "a"))
+    assert metrics.take().replicas["a"]["ok"] == 1

@@ -55,6 +55,21 @@ def end_at_once(process: subprocess.Popen[Any]) -> None:
     process.send_signal(signal.SIGINT)
 
 
+def self_signed(folder: Path) -> tuple[str, str]:
+    """The files of a new key and its certificate."""
+    key, certificate = str(folder / "key"), str(folder / "certificate")
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-nodes", "-newkey", "ec"),
+            *("-pkeyopt", "ec_paramgen_curve:P-256", "-subj", "/CN=test"),
+            *("-keyout", key, "-out", certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return key, certificate
+
+
 class Serve:
     """`with Serve(controller_url, "--drain-timeout", "1s") as serve: ...`
 

@@ -24,7 +24,15 @@ from controller_client.testing import (
     answer,
 )
 from tests.net.harness import RawClient, request
-from tests.system.process import Serve, address_in, command, end_at_once, environment, refused
+from tests.system.process import (
+    Serve,
+    address_in,
+    command,
+    end_at_once,
+    environment,
+    refused,
+    self_signed,
+)
 
 
 @pytest.fixture
@@ -384,16 +392,7 @@ def test_a_hangup_ends_nothing(a: ScriptedReplica, fake_controller: FakeControll
 def test_a_hangup_loads_the_certificate_again(
     tmp_path: Path, fake_controller: FakeController
 ) -> None:
-    key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-nodes", "-newkey", "ec"),
-            *("-pkeyopt", "ec_paramgen_curve:P-256", "-subj", "/CN=test"),
-            *("-keyout", key, "-out", certificate),
-        ],
-        check=True,
-        capture_output=True,
-    )
+    key, certificate = self_signed(tmp_path)
     with Serve(fake_controller.url, "--tls-keyfile", key, "--tls-certfile", certificate) as serve:
         serve.signal(signal.SIGHUP)
         (line,) = serve.log.wait_for("tls.reloaded")

@@ -18,7 +18,7 @@ import pytest
 
 from controller_client.testing import FakeController, ReplicaFactory, ScriptedReplica, hold
 from tests.net.harness import Closed, RawClient, request
-from tests.system.process import PATIENCE_SECONDS, Serve, refused
+from tests.system.process import PATIENCE_SECONDS, Serve, refused, self_signed
 
 WORKERS = 3
 
@@ -292,6 +292,17 @@ def test_without_the_control_process_they_end(
         assert len(workers) == WORKERS
         serve.process.kill()
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+
+
+def test_a_hangup_has_all_of_them_load_the_certificate(
+    tmp_path: Path, fake_controller: FakeController
+) -> None:
+    key, certificate = self_signed(tmp_path)
+    options = ("--tls-keyfile", key, "--tls-certfile", certificate)
+    with serving(fake_controller, *options) as serve:
+        serve.signal(signal.SIGHUP)
+        lines = serve.log.wait_for("tls.reloaded", WORKERS + 1)
+        assert {line.get("worker") for line in lines} == {None, *range(1, WORKERS + 1)}
 
 
 def test_one_that_does_nothing_any_more_is_replaced(

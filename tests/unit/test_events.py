@@ -11,6 +11,15 @@ def test_it_keeps_the_newest() -> None:
     assert [each["at"] for each in events] == [float(number) for number in range(2, KEPT + 2)]
 
 
+def test_what_one_process_kept_another_takes_over() -> None:
+    worker, control = RecentEvents(), RecentEvents()
+    control.add(1.0, "info", "server.started", {})
+    worker.add(2.0, "warning", "replica.ejected", {"replica": "a"})
+    control.extend(worker.take())
+    assert [each["event"] for each in control] == ["server.started", "replica.ejected"]
+    assert worker.take() == []
+
+
 def test_fields_become_short_text() -> None:
     events = RecentEvents()
     fields = {"count": 3, "none": None, "entries": ["a", 1], "cause": "x" * (LONGEST_VALUE + 1)}
