@@ -185,6 +185,7 @@ def table_of(settings: Settings) -> ReplicaTable:
         POLICIES[settings.policy](settings.target_qps),
         grace_period=settings.grace_period,
         drain_timeout=settings.drain_timeout,
+        peers=settings.workers - 1,
     )
 
 

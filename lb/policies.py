@@ -1,7 +1,7 @@
 """Selection policies: which of the candidate replicas gets the next request.
 
 Pure. A policy is a key: the replica with the smallest one is chosen. It knows nothing of health;
-the load counters live on the replica (`Replica.inflight`), not here. Each key ends in the number of
+the load lives on the replica (`Replica.load`), not here. Each key ends in the number of
 the replica's last lease, so that ties rotate: without it the first replica of the list wins each tie.
 """
 
@@ -17,9 +17,7 @@ class Candidate(Protocol):
     @property
     def accelerator(self) -> str | None: ...
     @property
-    def inflight(self) -> int: ...
-    @property
-    def elsewhere(self) -> int: ...
+    def load(self) -> int: ...
     @property
     def last_lease(self) -> float: ...
 
@@ -35,13 +33,13 @@ def round_robin(target_qps: TargetQps) -> SelectionPolicy:
 
 def least_load(target_qps: TargetQps) -> SelectionPolicy:
     """The replica with the fewest requests in flight."""
-    return lambda replica: (replica.inflight + replica.elsewhere, replica.last_lease)
+    return lambda replica: (replica.load, replica.last_lease)
 
 
 def instance_aware_least_load(target_qps: TargetQps) -> SelectionPolicy:
     """The fewest requests in flight per unit of the accelerator's target QPS."""
     return lambda replica: (
-        (replica.inflight + replica.elsewhere) / target_of(replica.accelerator, target_qps),
+        replica.load / target_of(replica.accelerator, target_qps),
         replica.last_lease,
     )
 

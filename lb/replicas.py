@@ -67,21 +67,29 @@ class Replica:
         "inflight",
         "last_lease",
         "name",
+        "peers",
         "probe",
         "since",
         "state",
+        "told",
         "unreachable",
         "url",
     )
 
-    def __init__(self, url: str, accelerator: str | None, now: float, turn: float) -> None:
+    def __init__(
+        self, url: str, accelerator: str | None, now: float, turn: float, peers: int = 0
+    ) -> None:
         self.url = url
         self.name = urlsplit(url).netloc  # host:port, as logs and metrics name it
         self.accelerator = accelerator
         self.state = State.SERVING
         self.since = now  # when it came into this state
         self.inflight = 0
-        self.elsewhere = 0  # requests that other processes of this balancer have in flight there
+        # What other processes of this balancer have in flight there, as they last told, and what we
+        # had then.
+        self.peers = peers
+        self.elsewhere = 0
+        self.told = 0
         self.last_lease = turn  # the number of its last lease; before the first at random below 0
         # Ejection. `failures` counts those in a row; `unreachable` tells whether the last was a
         # failed connect; `probe` is the lease that tries the replica after its time is over.
@@ -97,6 +105,15 @@ class Replica:
     @property
     def routable(self) -> bool:
         return self.state in ROUTABLE
+
+    @property
+    def load(self) -> int:
+        """Requests that all processes of this balancer have in flight there, as far as we can know.
+
+        The others are taken to have done since then what we have: otherwise all would send to the
+        replica that had the fewest.
+        """
+        return self.inflight + self.elsewhere + self.peers * (self.inflight - self.told)
 
     @property
     def ejected(self) -> bool:
@@ -152,7 +169,8 @@ class TableChange:
 class ReplicaTable:
     """All replicas that are known.
 
-    `grace_period` and `drain_timeout` are in seconds; a grace period of 0 is none.
+    `grace_period` and `drain_timeout` are in seconds; a grace period of 0 is none. `peers`: how many
+    other processes of this balancer lease the same replicas.
     """
 
     def __init__(
@@ -161,9 +179,11 @@ class ReplicaTable:
         *,
         grace_period: float,
         drain_timeout: float,
+        peers: int = 0,
         jitter: random.Random | None = None,
     ) -> None:
         self._policy = policy
+        self._peers = peers
         self._grace_period = grace_period
         self._drain_timeout = drain_timeout
         self._jitter = jitter or random.Random()
@@ -218,7 +238,8 @@ class ReplicaTable:
             replica = self._replicas.get(entry.url)
             if replica is None:
                 # In the list's order, all balancers of a service would take their turns in step.
-                replica = Replica(entry.url, entry.accelerator, now, -self._jitter.random())
+                turn = -self._jitter.random()
+                replica = Replica(entry.url, entry.accelerator, now, turn, self._peers)
                 self._replicas[entry.url] = replica
                 added.append(replica)
             elif replica.state is State.DRAINING:
@@ -302,15 +323,16 @@ class ReplicaTable:
             return min(preferred, key=self._policy)
         return min(candidates, key=lambda r: (r.failed_at, r.last_lease), default=None)
 
-    def take_loads(self, elsewhere: Mapping[str, int]) -> None:
-        """Take in how many requests other processes of this balancer have in flight, by URL."""
-        for url, count in elsewhere.items():
-            if url in self._replicas:
-                self._replicas[url].elsewhere = count
-                self._eased(self._replicas[url])
+    def take_loads(self, elsewhere: Mapping[str, int], told: Mapping[str, int]) -> None:
+        """Take in, by URL, what other processes of this balancer have in flight where that has changed,
+        and what we had in flight when they last were told."""
+        for url, replica in self._replicas.items():
+            replica.elsewhere = elsewhere.get(url, replica.elsewhere)
+            replica.told = told.get(url, 0)
+            self._eased(replica)
 
     def _eased(self, replica: Replica) -> None:
-        """A lease on it was released, maybe one of an earlier ranking."""
+        """Its load may be less; the replica may be one of an earlier ranking."""
         self._ranking.fell(replica)
 
     def _rank(self) -> None:

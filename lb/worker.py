@@ -35,8 +35,7 @@ from lb.logs import Log
 from lb.metrics import Metrics
 
 # How often workers tell each other, by way of the control process, how many requests they have in
-# flight. A request of a model takes longer than that; where they are shorter, the counts have changed
-# before they could be told, and each worker's own are even by themselves.
+# flight. In between each takes the others to do what it does itself (`Replica.load`).
 LOADS_SECONDS = 0.05
 
 
@@ -90,7 +89,7 @@ class Worker:
             case Listed(ready, at):
                 self._plane.apply(ready, at)
             case Loads(in_flight):
-                self._plane.table.take_loads(in_flight)
+                self._plane.table.take_loads(in_flight, self._told)
             case Ask(number):
                 self._report(number)
             case Reload():

@@ -71,6 +71,7 @@ class Worker:
         self.link: Link | None = None
         self.in_flight: dict[str, int] = {}  # by URL, without those at 0
         self.told: dict[str, int] = {}  # the same of all others, as it was told
+        self.moved = False  # has its own changed since then?
         self.report: Report | None = None  # the last one
         self.left = 0  # requests that were unfinished at its end
         self._asked: dict[int, tuple[float, asyncio.Future[None]]] = {}  # since when, by number
@@ -118,7 +119,7 @@ class Worker:
             self.link.close()
         self.left = 0 if self.report is None else self.report.unfinished
         self.link = self.report = None
-        self.in_flight, self.told = {}, {}
+        self.in_flight, self.told, self.moved = {}, {}, False
         for number in tuple(self._asked):
             self.answered(number)
         return code
@@ -282,6 +283,7 @@ class Workers:
             if isinstance(message, Loads):
                 now = {**worker.in_flight, **message.in_flight}
                 worker.in_flight = {url: count for url, count in now.items() if count}
+                worker.moved = True
             elif isinstance(message, Report):
                 self._take(worker, message)
 
@@ -299,15 +301,16 @@ class Workers:
             self._tell_loads()
 
     def _tell_loads(self) -> None:
-        """Tell each worker what the others have in flight."""
+        """Tell each worker what the others have in flight, or that what it told is known to them."""
         total = self._in_flight_by_url()
         for worker in self._workers:
             if worker.link is None or worker.link.jammed:
                 continue
             others = {url: n - worker.in_flight.get(url, 0) for url, n in total.items()}
-            if changed := changed_loads(worker.told, others):
+            changed = changed_loads(worker.told, others)
+            if changed or worker.moved:
                 worker.send(Loads(changed))
-            worker.told = others
+            worker.told, worker.moved = others, False
 
     def _in_flight_by_url(self) -> Counter[str]:
         total: Counter[str] = Counter()

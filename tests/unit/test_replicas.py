@@ -33,6 +33,7 @@ def table_of(
     grace_period: float = GRACE,
     drain_timeout: float = DRAIN,
     policy: SelectionPolicy | None = None,
+    peers: int = 0,
     jitter: random.Random | None = None,
 ) -> ReplicaTable:
     """A table that took in a list of these at 0 s."""
@@ -40,6 +41,7 @@ def table_of(
         policy or least_load(None),
         grace_period=grace_period,
         drain_timeout=drain_timeout,
+        peers=peers,
         jitter=jitter or Longest(),
     )
     if urls:
@@ -621,3 +623,49 @@ def test_it_tells_since_when_the_list_is_empty() -> None:
     assert table.empty_since == 5.0
     table.apply(ready("a"), 7.0)
     assert table.empty_since is None
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+
+def test_what_others_have_in_flight_counts() -> None:
+    table = table_of("a", "b", peers=1)
+    table.take_loads({"a": 3, "gone": 9}, {})
+    assert [lease_of(table, 1.0).replica.url for _ in range(2)] == ["b", "b"]
+    table.take_loads({"a": 0}, {"b": 2})
+    assert lease_of(table, 1.0).replica.url == "a"
+
+
+def test_what_was_not_told_anew_still_counts() -> None:
+    table = table_of("a", "b", peers=1)
+    table.take_loads({"a": 5}, {})
+    table.take_loads({"b": 3}, {})
+    assert lease_of(table, 1.0).replica.url == "b"
+    table.take_loads({}, {"b": 1})
+    assert (replica_of(table, "a").load, replica_of(table, "b").load) == (5, 4)
+
+
+def test_the_others_are_taken_to_do_meanwhile_what_we_do() -> None:
+    """Else each of them would send to the one that had the fewest, until it is told."""
+    table = table_of("a", "b", peers=3)
+    table.take_loads({"b": 3}, {})
+    first = lease_of(table, 1.0)
+    assert (first.replica.url, first.replica.load) == ("a", 4)
+    assert lease_of(table, 1.0).replica.url == "b"
+    first.release()
+    assert first.replica.load == 0
+
+
+def test_as_many_processes_as_there_are_send_evenly() -> None:
+    """Four that are told of each other after every 10 requests of each, none of which ends."""
+    urls = [f"replica-{number}" for number in range(7)]
+    tables = [table_of(*urls, peers=3, jitter=random.Random(seed)) for seed in range(4)]
+    for _ in range(5):
+        for table in tables:
+            for _ in range(10):
+                lease_of(table, 1.0)
+        total = {url: sum(replica_of(table, url).inflight for table in tables) for url in urls}
+        assert max(total.values()) - min(total.values()) <= len(tables)
+        for table in tables:
+            own = {replica.url: replica.inflight for replica in table}
+            table.take_loads({url: total[url] - own[url] for url in urls}, own)
