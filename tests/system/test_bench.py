@@ -42,6 +42,15 @@ def test_every_column_measures() -> None:
 
 
 @needs_gcc
+def test_workers_are_measured() -> None:
+    command = [sys.executable, "-m", "tests.bench.workers", "--seconds", "0.2", "--rounds", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [row[1].strip() for row in rows] == ["1", "2", "1", "2", "4"]
+
+
+@needs_gcc
 def test_the_command_writes_markdown_and_json(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     command = [
