@@ -193,10 +193,10 @@ class UpstreamConnection(Connection):
                     self._pass_on(response)
             except HttpProcessingError as error:
                 self._fail("protocol", f"its answer is no valid HTTP ({fault_of(error)})")
-            else:
-                if self._head_bytes > MAX_HEAD_BYTES:
-                    what = f"the head of its answer is longer than {MAX_HEAD_BYTES} bytes"
-                    self._fail("protocol", what)
+                return
+            if self._head_bytes > MAX_HEAD_BYTES:
+                what = f"the head of its answer is longer than {MAX_HEAD_BYTES} bytes"
+                self._fail("protocol", what)
             if self._taker is None:
                 return
 

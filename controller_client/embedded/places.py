@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import random
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from controller_client.embedded.versions import Replica, Service
 
 ROOT = Path(__file__).parents[2]  # where `-m` finds this very package, wherever the user is
 HOST = "127.0.0.1"
+# Below those that the kernel gives to whoever asks for any: one of these would be gone before it is used.
+PORTS = range(10_000, 20_000)
 KILL_SECONDS = 30.0  # from SIGTERM to SIGKILL
 
 
@@ -54,10 +57,12 @@ class Places:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody uses, for a process that is yet to be started."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+    raise OSError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free")
 
 
 def start(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -291,11 +292,15 @@ class Balancer:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago: SkyPilot's processes cannot be told to choose one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that was free a moment ago: SkyPilot's processes cannot be told to choose one.
+
+    Below those that the kernel gives to whoever asks for any, which would be gone before it is used.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = random.randrange(10_000, 20_000)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def get_text(url: str) -> str:

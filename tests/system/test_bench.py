@@ -20,7 +20,7 @@ from tests.bench.rounds import measure_all
 from tests.system.process import ROOT
 
 TINY = Scale(
-    rounds=1, seconds=0.1, rate=1000, mib=2, open_streams=50, streams=5, replicas=2, some=2
+    rounds=1, seconds=0.1, rate=1000, mib=32, open_streams=50, streams=5, replicas=2, some=2
 )
 needs_gcc = pytest.mark.skipif(
     shutil.which("gcc") is None, reason="the bench compiles its load and its replica with gcc"
