@@ -59,8 +59,6 @@ class Fields:
 
     def all(self, name: bytes) -> list[bytes]:
         """The values of all headers of this (lower-case) name."""
-        if name not in self.first:
-            return []
         return [pair[1] for each, pair in zip(self.names, self.pairs, strict=True) if each == name]
 
     def is_chunked_alone(self) -> bool:

@@ -16,6 +16,7 @@ from lb.errors import (
     Resend,
     ResponseCut,
     StaleConnection,
+    StartError,
     TimedOut,
     UpstreamReason,
 )
@@ -127,3 +128,8 @@ def test_reasons_are_the_labels_of_the_metrics() -> None:
         "body_too_large",
         "bad_request",
     )
+
+
+def test_a_balancer_that_cannot_start_says_why_and_how_it_ends() -> None:
+    error = StartError("cannot listen on 127.0.0.1:8080", errors.EXIT_NO_PORT)
+    assert (str(error), error.exit_code) == ("cannot listen on 127.0.0.1:8080", 3)

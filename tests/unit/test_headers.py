@@ -505,3 +505,18 @@ def test_tokens_come_from_all_lines_in_lower_case_without_empty_ones() -> None:
     headers = [(b"TE", b"Trailers , ,GZIP"), (b"te", b"\tdeflate"), (b"x", b"no")]
     assert Fields(headers).tokens(b"te") == {b"trailers", b"gzip", b"deflate"}
     assert Fields(headers).tokens(b"connection") == set()
+
+
+@pytest.mark.parametrize(
+    ("codings", "alone"),
+    [
+        ([b"chunked"], True),
+        ([b"Chunked"], True),
+        ([b"gzip, chunked"], False),
+        ([b"gzip"], False),
+        ([b"chunked", b"chunked"], False),
+    ],
+)
+def test_chunked_may_be_the_only_coding(codings: list[bytes], alone: bool) -> None:
+    fields = Fields([(b"Transfer-Encoding", coding) for coding in codings])
+    assert fields.is_chunked_alone() is alone
