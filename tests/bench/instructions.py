@@ -37,8 +37,8 @@ from typing import TypeVar
 
 import click
 
+from controller_client.embedded.places import free_port
 from controller_client.testing import FakeController
-from tests.bench.machine import free_port
 from tests.skypilot.environment import ROOT
 from tests.system.process import environment
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
-import socket
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -61,12 +60,6 @@ def compiled(name: str) -> str:
             raise BenchError("the bench compiles two small helpers: install gcc") from None
         made.rename(program)
     return str(program)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def family(pid: int) -> list[int]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.bench.machine import BenchError, Replicas, free_port
+from controller_client.embedded.places import free_port
+from tests.bench.machine import BenchError, Replicas
 from tests.skypilot.environment import ROOT, cache_folder, plain_environment
 from tests.system.process import environment
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from controller_client.embedded.places import free_port
 from controller_client.testing import FakeController
 from tests.bench.machine import (
     BenchError,
     Replicas,
     compiled,
     cpu_seconds,
-    free_port,
     memory_kib,
     on_proxy_core,
     replicas,

@@ -28,8 +28,9 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from controller_client.embedded.places import free_port
 from controller_client.testing import FakeController
-from tests.bench.machine import CORES, BenchError, Replicas, free_port, raise_file_limit, replicas
+from tests.bench.machine import CORES, BenchError, Replicas, raise_file_limit, replicas
 from tests.bench.proxies import Job, ours
 from tests.bench.stage import Running, answers, measure
 from tests.skypilot.environment import ROOT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import random
 import re
 import resource
 import signal
@@ -79,8 +80,9 @@ def test_the_admin_port_is_1000_above_that_for_clients(fake_controller: FakeCont
 
 
 def free_pair() -> int:
-    """A port that is free, as is the one 1000 above it."""
-    return next(port for port in range(40_000, 60_000, 7) if is_free(port) and is_free(port + 1000))
+    """A port that is free, as is the one 1000 above it; both below those that the kernel gives out."""
+    ports = random.sample(range(10_000, 19_000), 1000)
+    return next(port for port in ports if is_free(port) and is_free(port + 1000))
 
 
 def is_free(port: int) -> bool:
