@@ -44,14 +44,15 @@ class RetryBudget:
     The *wait* is the time, in all, that the request may be without a replica that accepts it.
     """
 
-    _sends = 0
-    _pauses = 0
-    _waited = 0.0
-    _unserved_since: float | None = None
+    __slots__ = ("_jitter", "_pauses", "_policy", "_sends", "_unserved_since", "_waited", "wall")
 
     def __init__(self, policy: RetryPolicy, now: float, jitter: random.Random) -> None:
         self._policy = policy
         self._jitter = jitter
+        self._sends = 0
+        self._pauses = 0
+        self._waited = 0.0
+        self._unserved_since: float | None = None
         self.wall = now + policy.total_timeout
 
     def sent(self, now: float) -> None:

@@ -110,6 +110,30 @@ def answers(port: int) -> bool:
         return False
 
 
+@contextmanager
+def started(
+    command: list[str], job: Job, root: Path, variables: dict[str, str]
+) -> Iterator[Running]:
+    """A proxy from its first answer on; its output goes into the job's folder."""
+    log = job.folder / "output"
+    with log.open("w") as output:
+        began = time.monotonic()
+        process = subprocess.Popen(command, cwd=root, env=variables, stdout=output, stderr=output)
+    try:
+        while not answers(job.port):
+            if process.poll() is not None or time.monotonic() - began > START_SECONDS:
+                raise BenchError(f"it did not start: {log.read_text()[-300:].strip()}")
+            time.sleep(POLL_SECONDS)
+        yield Running(job.port, process.pid, time.monotonic() - began)
+    finally:
+        end_at_once(process)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 @dataclass
 class Stage:
     """Raw replicas, a controller that lists them, and the proxies in front of them."""
@@ -139,25 +163,8 @@ class Stage:
         folder.mkdir()
         job = Job(free_port(), self.replicas, self.controller_url, folder)
         command = on_proxy_core(proxy.command(self.programs[proxy.name], job))
-        log = folder / "output"
-        with log.open("w") as output:
-            began = time.monotonic()
-            process = subprocess.Popen(
-                command, cwd=proxy.root, env=proxy.environment(), stdout=output, stderr=output
-            )
-        try:
-            while not answers(job.port):
-                if process.poll() is not None or time.monotonic() - began > START_SECONDS:
-                    raise BenchError(f"it did not start: {log.read_text()[-300:].strip()}")
-                time.sleep(POLL_SECONDS)
-            yield Running(job.port, process.pid, time.monotonic() - began)
-        finally:
-            end_at_once(process)
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        with started(command, job, proxy.root, proxy.environment()) as running:
+            yield running
 
 
 @contextmanager

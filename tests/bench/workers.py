@@ -14,10 +14,8 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,16 +30,15 @@ from controller_client.embedded.places import free_port
 from controller_client.testing import FakeController
 from tests.bench.machine import CORES, BenchError, Replicas, raise_file_limit, replicas
 from tests.bench.proxies import Job, ours
-from tests.bench.stage import Running, answers, measure
+from tests.bench.stage import Running, measure, started
 from tests.skypilot.environment import ROOT
-from tests.system.process import end_at_once, environment
+from tests.system.process import environment
 
 WARM = 500
 CONNECTIONS = 64
 REPLICAS = 8
 SHORTEST, LONGEST = 0.02, 0.18  # seconds
 SAMPLE_SECONDS = 0.01
-START_SECONDS = 30.0
 REQUEST = b"GET / HTTP/1.1\r\nHost: bench\r\n\r\n"
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 END_OF_HEAD = b"\r\n\r\n"
@@ -54,17 +51,8 @@ def serving(workers: int, fleet: Replicas, cores: list[int]) -> Iterator[Running
         job = Job(free_port(), fleet, controller.url, Path(folder))
         pinned = ("taskset", "-c", ",".join(map(str, cores)))
         command = [*pinned, *ours(sys.executable, job), "--workers", str(workers)]
-        began = time.monotonic()
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
-        try:
-            while not answers(job.port):
-                if process.poll() is not None or time.monotonic() - began > START_SECONDS:
-                    raise BenchError(f"{workers} workers did not start")
-                time.sleep(0.01)
-            yield Running(job.port, process.pid, time.monotonic() - began)
-        finally:
-            end_at_once(process)
-            process.wait()
+        with started(command, job, ROOT, environment()) as running:
+            yield running
 
 
 # --- rate -----------------------------------------------------------------------------------------
@@ -133,6 +121,19 @@ async def ask_for_ever(port: int) -> None:
         await reader.readexactly(2)
 
 
+async def sampled(port: int, counts: list[int], seconds: float) -> list[tuple[int, ...]]:
+    """The counts, again and again, while all clients ask."""
+    clients = [asyncio.create_task(ask_for_ever(port)) for _ in range(CONNECTIONS)]
+    await asyncio.sleep(1)  # until all have found their pace
+    samples = []
+    for _ in range(round(seconds / SAMPLE_SECONDS)):
+        await asyncio.sleep(SAMPLE_SECONDS)
+        samples.append(tuple(counts))
+    for client in clients:
+        client.cancel()
+    return samples
+
+
 async def spread(workers: int, seconds: float) -> tuple[float, float, float]:
     """Of the requests in flight at each replica: mean, mean of (most - fewest), standard deviation."""
     loop, counts, chance = asyncio.get_running_loop(), [0] * REPLICAS, random.Random(1)
@@ -141,17 +142,13 @@ async def spread(workers: int, seconds: float) -> tuple[float, float, float]:
         for at in range(REPLICAS)
     ]
     fleet = Replicas(tuple(server.sockets[0].getsockname()[1] for server in servers))
-    started = serving(workers, fleet, CORES)
-    running = await asyncio.to_thread(started.__enter__)
-    clients = [asyncio.create_task(ask_for_ever(running.port)) for _ in range(CONNECTIONS)]
-    await asyncio.sleep(1)  # until all have found their pace
-    samples = []
-    for _ in range(round(seconds / SAMPLE_SECONDS)):
-        await asyncio.sleep(SAMPLE_SECONDS)
-        samples.append(tuple(counts))
-    for client in clients:
-        client.cancel()
-    await asyncio.to_thread(started.__exit__, None, None, None)
+    balancer = serving(workers, fleet, CORES)
+    # In a thread: its first answer comes from the replicas of this loop.
+    running = await asyncio.to_thread(balancer.__enter__)
+    try:
+        samples = await sampled(running.port, counts, seconds)
+    finally:
+        await asyncio.to_thread(balancer.__exit__, None, None, None)
     return (
         statistics.mean(map(statistics.mean, samples)),
         statistics.mean(max(each) - min(each) for each in samples),

@@ -91,18 +91,13 @@ class Bench:
         change = self.balancer.plane.table.apply([ReadyReplica("http://10.0.0.1", None)], 0.0)
         pool = self.balancer.plane.pools.open(change.added[0])
         self.pool, self.to_replica = pool, Wire(descriptor)
-        self.reconnect()
+        self.upstream = UpstreamConnection(pool)
+        self.upstream.connection_made(self.to_replica)
+        pool._open.add(self.upstream)
+        pool.keep(self.upstream)
         self.client = ClientConnection(self.balancer.plane.server)
         self.to_client = Wire(descriptor)
         self.client.connection_made(self.to_client)
-
-    def reconnect(self) -> None:
-        """Some cuts cost the replica's connection."""
-        self.pool._idle.clear()
-        self.upstream = UpstreamConnection(self.pool)
-        self.upstream.connection_made(self.to_replica)
-        self.pool._open.add(self.upstream)
-        self.pool.keep(self.upstream)
 
     def exchange(self, request: list[bytes], answer: list[bytes]) -> tuple[bytes, bytes]:
         """What the replica and the client are sent, without the request id, which is made anew."""
@@ -111,7 +106,7 @@ class Bench:
         for piece in answer:
             self.upstream.data_received(piece)
         assert not self.balancer.plane.proxy.running
-        self.reconnect()
+        assert self.pool.idle == 1, "no cut costs the replica's connection"
         sent = without_id(self.to_replica.written), without_id(self.to_client.written)
         self.to_replica.written = self.to_client.written = b""
         return sent

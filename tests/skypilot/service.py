@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +13,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from controller_client.embedded.places import free_port
 
 HERE = Path(__file__).parent
 NAME = "svc"
@@ -289,18 +289,6 @@ class Balancer:
         self.process = process
         self.url = url
         self.admin = admin
-
-
-def free_port() -> int:
-    """A port that was free a moment ago: SkyPilot's processes cannot be told to choose one.
-
-    Below those that the kernel gives to whoever asks for any, which would be gone before it is used.
-    """
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            port = random.randrange(10_000, 20_000)
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def get_text(url: str) -> str:

@@ -9,8 +9,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from service import Process, free_port
+from service import Process
 
+from controller_client.embedded.places import free_port
 from tests.system.embedded import NAME, Load, machine
 
 READY = "READY"
