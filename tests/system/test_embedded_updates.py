@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.system.embedded import Load, Machine, Scenario, at_once, until
+from tests.system.embedded import RATE, Load, Machine, Scenario, at_once, until
 
 READY, GOING, COMING = "READY", "SHUTTING_DOWN", "PROVISIONING"
 States = dict[int, tuple[int, str]]
@@ -60,15 +60,14 @@ def a_rolling_update_step_by_step(machine: Machine) -> None:
         shows(machine, "1", "2/5", STARTED)
         machine.let(3)
         shows(machine, "1,2", "3/5", ONE_READY)
-        assert set(load.wait_for(2 * 20)) == {"200 one", "200 two"}
+        assert set(load.wait_for(2 * RATE)) == {"200 one", "200 two"}
         machine.let(4)
         shows(machine, "1,2", "3/5", {**TWO_READY, 1: (1, GOING)})
         machine.open("end-1", "end-2")
         machine.let(5)
         shows(machine, "2", "3/3", NEW)
-        assert set(load.wait_for()) == {"200 two"}
+        assert set(load.wait_for(3 * RATE)) == {"200 two"}
     assert set(load.outcomes()) == {"200 one", "200 two"}
-    assert load.outcomes().total() > 100
 
 
 def a_blue_green_update_step_by_step(machine: Machine) -> None:
@@ -85,9 +84,8 @@ def a_blue_green_update_step_by_step(machine: Machine) -> None:
         shows(machine, "2", "3/5", {1: (1, GOING), 2: (1, GOING), **NEW})
         machine.open("end-1", "end-2")
         shows(machine, "2", "3/3", NEW)
-        assert set(load.wait_for()) == {"200 two"}
+        assert set(load.wait_for(3 * RATE)) == {"200 two"}
     assert set(load.outcomes()) == {"200 one", "200 two"}
-    assert load.outcomes().total() > 100
 
 
 def a_replica_that_goes_finishes_its_requests_before_it_is_told(machine: Machine) -> None:
