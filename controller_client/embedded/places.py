@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,10 @@ ROOT = Path(__file__).parents[2]  # where `-m` finds this very package, wherever
 HOST = "127.0.0.1"
 # Below those that the kernel gives to whoever asks for any: one of these would be gone before it is used.
 PORTS = range(10_000, 20_000)
+MAX_HELD = 100  # ports; by then the first is long in use
 KILL_SECONDS = 30.0  # from SIGTERM to SIGKILL
+
+_held = deque[socket.socket]()
 
 
 class Places:
@@ -57,11 +61,24 @@ class Places:
 
 
 def free_port() -> int:
-    """A port that nobody uses, for a process that is yet to be started."""
+    """A port that nobody uses, for a process that is yet to be started.
+
+    It may be used much later, as a replica's is after its `setup`. So this process holds the UDP port
+    of the same number, which nobody else wants: whoever looks for a port meanwhile gets another.
+    """
     for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
-            return port
+        hold = socket.socket(type=socket.SOCK_DGRAM)
+        try:
+            with socket.socket() as probe:
+                probe.bind((HOST, port))
+            hold.bind((HOST, port))
+        except OSError:
+            hold.close()
+            continue
+        _held.append(hold)
+        while len(_held) > MAX_HELD:
+            _held.popleft().close()
+        return port
     raise OSError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free")
 
 
