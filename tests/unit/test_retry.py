@@ -3,9 +3,10 @@
 import itertools
 import random
 from collections.abc import Iterable, Sequence
+from math import inf, nextafter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -261,6 +262,14 @@ TestBudget = pytest.mark.timeout(400)(BudgetMachine.TestCase)
     no_replica_wait=st.floats(0, 10),
     randomness=st.randoms(use_true_random=False),
 )
+@example(
+    outcomes=[(REFUSED, 0.0025), (None, 0.0), (REFUSED, 0.0)],
+    replicas=1,
+    mode="before-response",
+    total_timeout=1.0,
+    no_replica_wait=0.5,
+    randomness=random.Random(1),
+)
 def test_every_request_ends_by_its_wall_and_its_wait(
     outcomes: Iterable[tuple[AttemptError | None, float]],
     replicas: int,
@@ -286,7 +295,8 @@ def test_every_request_ends_by_its_wall_and_its_wait(
             if left <= 0:
                 break
             pause = min(left, budget.pause())
-            now, waited, tried = now + pause, waited + pause, 0
+            # A clock goes on, even where what is left is too little to change the sum.
+            now, waited, tried = max(now + pause, nextafter(now, inf)), waited + pause, 0
             continue
         error = LOST if stale and outcome is STALE else outcome  # a fresh connection is not stale
         if error is not REFUSED:
